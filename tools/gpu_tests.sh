@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# The tests that need a device, on a machine that has one and need not reach any network: everything
+# is built, then the contract suite of the drivers and all tests with the label gpu run; a skip counts
+# as a failure. There must be cmake, ninja, g++, CUDA's headers, GoogleTest, and a python3 with numpy,
+# pybind11 and rich. Nothing is installed and nothing is written into the checkout.
+#
+#   BUILD_DIR=<folder>   where to build; default: a new temporary folder
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+for tool in cmake ninja g++ python3; do
+  command -v "$tool" >/dev/null || die "$tool is missing on this machine"
+done
+build=${BUILD_DIR:-$(mktemp -d -t gpumemx-gpu-XXXXXX)}
+mkdir -p "$build"
+python=$(command -v python3)
+
+with_python=ON
+"$python" -c 'import pybind11' 2>/dev/null || {
+  echo "gpumemx: this python3 has no pybind11: the Python tests are left out"
+  with_python=OFF
+}
+
+say "device"
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null ||
+  echo "nvidia-smi gives no answer"
+
+say "build in $build"
+cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g" \
+  -DPython_EXECUTABLE="$python" -DGPUMEMX_BUILD_TESTS=ON -DGPUMEMX_BUILD_BENCHMARKS=ON \
+  -DGPUMEMX_BUILD_PYTHON=$with_python | sed -n '/^-- gpumemx/,/benchmarks:/p'
+grep -q 'GPUMEMX_CUDA_INCLUDE_DIR:PATH=/' "$build/CMakeCache.txt" ||
+  die "cuda.h was not found, so the CUDA driver was left out: set CUDA_HOME"
+cmake --build "$build" -j "$jobs" | tail -n 3
+
+export GPUMEMX_REQUIRE_GPU=1
+results="$build/results"
+rm -rf "$results"
+mkdir -p "$results"
+failed=0
+run() { "$@" || failed=$((failed + 1)); }
+
+say "contract suite: the device"
+run ctest --test-dir "$build" -R '^contract/' -L '^gpu$' --no-tests=error --output-on-failure \
+  --output-junit "$results/contract-device.xml"
+say "contract suite: the simulated device"
+run ctest --test-dir "$build" -R '^contract/' -LE '^gpu$' --no-tests=error --output-on-failure \
+  --output-junit "$results/contract-simulated.xml"
+say "all other tests that need a device"
+run ctest --test-dir "$build" -L '^gpu$' -E '^contract/' --output-on-failure \
+  --output-junit "$results/gpu.xml"
+
+if [ "$with_python" = ON ] && [ -d tests/python ] && "$python" -c 'import pytest' 2>/dev/null; then
+  say "Python tests that need a device"
+  cp -r python/gpumemx "$build/python/"
+  rc=0
+  PYTHONPATH="$build/python" PYTHONDONTWRITEBYTECODE=1 "$python" -m pytest -q -m gpu \
+    -p no:cacheprovider --junitxml "$results/python.xml" || rc=$?
+  [ "$rc" -eq 0 ] || [ "$rc" -eq 5 ] || failed=$((failed + 1))  # 5: there are none
+fi
+
+say "summary"
+"$python" tools/test_summary.py --no-skips --failed-steps "$failed" "$results"/*.xml
