@@ -1,0 +1,497 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The only calls to cu* of the library.
+#include "driver/cuda/cuda_driver.hpp"
+
+#include <bit>
+#include <string>
+#include <utility>
+
+#include "driver/cuda/entry_points.hpp"
+
+namespace gpumemx {
+
+namespace {
+
+CUstream as_stream(StreamRef stream) { return reinterpret_cast<CUstream>(stream.native); }
+CUevent as_event(EventId event) {
+  return reinterpret_cast<CUevent>(static_cast<std::uintptr_t>(event));
+}
+
+Errc code_of(CUresult result) {
+  switch (result) {
+    case CUDA_ERROR_OUT_OF_MEMORY: return Errc::kOutOfMemory;
+    case CUDA_ERROR_DEINITIALIZED:
+    case CUDA_ERROR_CONTEXT_IS_DESTROYED: return Errc::kShuttingDown;
+    case CUDA_ERROR_NOT_SUPPORTED:
+    case CUDA_ERROR_NO_DEVICE: return Errc::kUnsupported;
+    case CUDA_ERROR_INVALID_VALUE:
+    case CUDA_ERROR_INVALID_HANDLE:
+    case CUDA_ERROR_INVALID_DEVICE:
+    // Calls that a capture forbids: the caller's bug, see RelaxedCapture.
+    case CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED:
+    case CUDA_ERROR_STREAM_CAPTURE_INVALIDATED:
+    case CUDA_ERROR_STREAM_CAPTURE_ISOLATION:
+    case CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: return Errc::kInvalidArgument;
+    default: return Errc::kDriverFailure;
+  }
+}
+
+std::string text_of(const EntryPoints& cu, const char* call, CUresult result) {
+  const char* name = nullptr;
+  const char* meaning = nullptr;
+  (void)cu.get_error_name(result, &name);
+  (void)cu.get_error_string(result, &meaning);
+  std::string text = std::string(call) + ": ";
+  text += name != nullptr ? name : "error " + std::to_string(static_cast<int>(result));
+  if (meaning != nullptr) text += std::string(" (") + meaning + ")";
+  return text;
+}
+
+CUmemAllocationProp properties(int device, bool exportable, bool rdma_capable) {
+  CUmemAllocationProp prop{};
+  prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  prop.location.id = device;
+  if (exportable) prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  prop.allocFlags.gpuDirectRDMACapable = rdma_capable ? 1 : 0;
+  return prop;
+}
+
+CUmemAccessDesc read_and_write(int device) {
+  CUmemAccessDesc access{};
+  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  access.location.id = device;
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  return access;
+}
+
+}  // namespace
+
+// The device's context is current on this thread while it lives. A thread of the program nearly
+// always has it current already; then this is one read of a thread-local by the driver.
+class CudaDriver::ContextScope {
+ public:
+  explicit ContextScope(CudaDriver& driver) : cu_(driver.cu_) {
+    if (driver.is_gone_.load(std::memory_order_relaxed)) {
+      result_ = CUDA_ERROR_DEINITIALIZED;
+      return;
+    }
+    CUcontext current = nullptr;
+    result_ = cu_.context_get(&current);
+    if (result_ != CUDA_SUCCESS || current == driver.context_) return;
+    result_ = cu_.context_push(driver.context_);
+    is_pushed_ = result_ == CUDA_SUCCESS;
+  }
+  ~ContextScope() {
+    if (!is_pushed_) return;
+    CUcontext ours = nullptr;
+    (void)cu_.context_pop(&ours);
+  }
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+  bool ok() const { return result_ == CUDA_SUCCESS; }
+  CUresult result() const { return result_; }
+
+ private:
+  const EntryPoints& cu_;
+  CUresult result_ = CUDA_SUCCESS;
+  bool is_pushed_ = false;
+};
+
+Result<std::unique_ptr<CudaDriver>> CudaDriver::open(int device) {
+  const Result<EntryPoints>& loaded = cuda_entry_points();
+  if (!loaded.ok()) return loaded.error();
+  const EntryPoints& cu = loaded.value();
+  const auto failed = [&](const char* call, CUresult result) {
+    return Error{code_of(result), {}, text_of(cu, call, result)};
+  };
+  if (const CUresult r = cu.init(0); r != CUDA_SUCCESS) return failed("cuInit", r);
+  CUdevice cu_device = 0;
+  if (const CUresult r = cu.device_get(&cu_device, device); r != CUDA_SUCCESS) {
+    return failed("cuDeviceGet", r);
+  }
+  CUcontext context = nullptr;
+  if (const CUresult r = cu.primary_retain(&context, cu_device); r != CUDA_SUCCESS) {
+    return failed("cuDevicePrimaryCtxRetain", r);
+  }
+  std::unique_ptr<CudaDriver> driver(new CudaDriver(cu, cu_device, context));
+  driver->probe();
+  return driver;
+}
+
+CudaDriver::CudaDriver(const EntryPoints& cu, int device, CUctx_st* context)
+    : cu_(cu), device_(device), context_(context) {}
+
+CudaDriver::~CudaDriver() {
+  {
+    const ContextScope scope(*this);
+    MutexLock lock(events_mu_);
+    if (scope.ok()) {
+      for (CUevent event : idle_events_) (void)cu_.event_destroy(event);
+    }
+  }
+  if (!is_gone_.load()) (void)cu_.primary_release(device_);
+}
+
+int CudaDriver::attribute(int which) const {
+  int value = 0;
+  const auto name = static_cast<CUdevice_attribute>(which);
+  return cu_.device_get_attribute(&value, name, device_) == CUDA_SUCCESS ? value : 0;
+}
+
+void CudaDriver::probe() {
+  const bool has_virtual_memory =
+      attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) != 0;
+  const bool has_descriptors =
+      attribute(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) != 0;
+  const bool has_rdma = attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED) != 0;
+  traits_.virtual_memory = has_virtual_memory;
+  if (!has_virtual_memory) return;
+  // Virtual devices and containers claim what they then refuse: take the most that works.
+  for (const auto& [exportable, rdma] : {std::pair{true, true}, {true, false}, {false, false}}) {
+    if ((exportable && !has_descriptors) || (rdma && !has_rdma)) continue;
+    traits_.exportable = exportable;
+    is_rdma_capable_ = rdma;
+    if (probe_virtual_memory()) return;
+  }
+  traits_.virtual_memory = false;
+  traits_.exportable = false;
+  is_rdma_capable_ = false;
+}
+
+bool CudaDriver::probe_virtual_memory() {
+  const CUmemAllocationProp prop = properties(device_, traits_.exportable, is_rdma_capable_);
+  std::size_t granularity = 0;
+  if (cu_.mem_granularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_MINIMUM) != CUDA_SUCCESS ||
+      !std::has_single_bit(granularity)) {
+    return false;
+  }
+  traits_.granularity = {granularity};
+  const Result<AddrRange> range = reserve(traits_.granularity, traits_.granularity);
+  if (!range.ok()) return false;
+  bool works = false;
+  if (const Result<HandleId> handle = create(traits_.granularity); handle.ok()) {
+    if (map(range.value(), handle.value()).ok()) {
+      works = set_access(range.value()).ok();
+      works = unmap(range.value()).ok() && works;
+    }
+    works = release(handle.value()).ok() && works;
+  }
+  return unreserve(range.value()).ok() && works;
+}
+
+Error CudaDriver::fail(const char* call, int result, Bytes size) {
+  const auto cu_result = static_cast<CUresult>(result);
+  const Errc code = code_of(cu_result);
+  if (code == Errc::kShuttingDown) {
+    // Not even the name of the error is asked for: the driver may be half unloaded.
+    is_gone_.store(true, std::memory_order_relaxed);
+    return {code, size, std::string(call) + ": the CUDA driver is shutting down"};
+  }
+  return {code, size, text_of(cu_, call, cu_result)};
+}
+
+Error CudaDriver::misuse(const char* call, const char* rule, Bytes size) {
+  return {Errc::kInvalidArgument, size, std::string("CudaDriver::") + call + ": " + rule};
+}
+
+Result<AddrRange> CudaDriver::reserve(Bytes size, Bytes alignment) {
+  if (!traits_.virtual_memory) return Error{Errc::kUnsupported, size, "no virtual memory"};
+  if (size.n == 0 || size.n % traits_.granularity.n != 0 || !std::has_single_bit(alignment.n) ||
+      alignment < traits_.granularity) {
+    return misuse("reserve", "size or alignment is not allowed", size);
+  }
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result(), size);
+  CUdeviceptr begin = 0;
+  const CUresult r = cu_.mem_reserve(&begin, size.n, alignment.n, 0, 0);
+  // Here "out of memory" is about addresses.
+  if (r == CUDA_ERROR_OUT_OF_MEMORY) {
+    return Error{Errc::kOutOfAddressSpace, size, text_of(cu_, "cuMemAddressReserve", r)};
+  }
+  if (r != CUDA_SUCCESS) return fail("cuMemAddressReserve", r, size);
+  MutexLock lock(mu_);
+  reserved_[DeviceAddr{begin}] = size;
+  return AddrRange{DeviceAddr{begin}, size};
+}
+
+Status CudaDriver::unreserve(AddrRange range) {
+  {
+    MutexLock lock(mu_);
+    const auto it = reserved_.find(range.begin);
+    if (it == reserved_.end() || it->second != range.size) {
+      return misuse("unreserve", "not a whole reserved range", range.size);
+    }
+    if (is_mapped_in(range)) return misuse("unreserve", "still mapped", range.size);
+  }
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result(), range.size);
+  const CUresult r = cu_.mem_unreserve(range.begin.n, range.size.n);
+  if (r != CUDA_SUCCESS) return fail("cuMemAddressFree", r, range.size);
+  MutexLock lock(mu_);
+  reserved_.erase(range.begin);
+  return ok_status();
+}
+
+Result<HandleId> CudaDriver::add_handle(std::uint64_t native, Bytes size) {
+  MutexLock lock(mu_);
+  // Ids of our own: the driver hands out the value of a released handle again.
+  const HandleId id{next_handle_++};
+  handles_[id] = {native, size, 0};
+  return id;
+}
+
+Result<HandleId> CudaDriver::create(Bytes size) {
+  if (!traits_.virtual_memory) return Error{Errc::kUnsupported, size, "no virtual memory"};
+  if (size.n == 0 || size.n % traits_.granularity.n != 0) {
+    return misuse("create", "the size is not a positive multiple of the granularity", size);
+  }
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result(), size);
+  const CUmemAllocationProp prop = properties(device_, traits_.exportable, is_rdma_capable_);
+  CUmemGenericAllocationHandle native = 0;
+  const CUresult r = cu_.mem_create(&native, size.n, &prop, 0);
+  if (r != CUDA_SUCCESS) return fail("cuMemCreate", r, size);
+  return add_handle(native, size);
+}
+
+Status CudaDriver::release(HandleId handle) {
+  Handle found;
+  {
+    MutexLock lock(mu_);
+    const auto it = handles_.find(handle);
+    if (it == handles_.end()) return misuse("release", "no such handle");
+    if (it->second.mappings != 0) return misuse("release", "still mapped", it->second.size);
+    found = it->second;
+  }
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result(), found.size);
+  const CUresult r = cu_.mem_release(found.native);
+  if (r != CUDA_SUCCESS) return fail("cuMemRelease", r, found.size);
+  MutexLock lock(mu_);
+  handles_.erase(handle);
+  return ok_status();
+}
+
+Status CudaDriver::map(AddrRange range, HandleId handle) {
+  std::uint64_t native = 0;
+  {
+    MutexLock lock(mu_);
+    const auto it = handles_.find(handle);
+    if (it == handles_.end()) return misuse("map", "no such handle", range.size);
+    if (it->second.size.n != 0 && it->second.size != range.size) {
+      return misuse("map", "the handle has another size", range.size);
+    }
+    if (!is_reserved(range)) return misuse("map", "not in one reserved range", range.size);
+    if (is_mapped_in(range)) return misuse("map", "already mapped", range.size);
+    native = it->second.native;
+  }
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result(), range.size);
+  const CUresult r = cu_.mem_map(range.begin.n, range.size.n, 0, native, 0);
+  if (r != CUDA_SUCCESS) return fail("cuMemMap", r, range.size);
+  MutexLock lock(mu_);
+  ++handles_[handle].mappings;
+  mappings_[range.begin] = {range.size, handle};
+  return ok_status();
+}
+
+Status CudaDriver::set_access(AddrRange range) {
+  {
+    MutexLock lock(mu_);
+    if (!is_union_of_mappings(range)) {
+      return misuse("set_access", "not the union of whole mappings", range.size);
+    }
+  }
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result(), range.size);
+  const CUmemAccessDesc access = read_and_write(device_);
+  const CUresult r = cu_.mem_set_access(range.begin.n, range.size.n, &access, 1);
+  if (r != CUDA_SUCCESS) return fail("cuMemSetAccess", r, range.size);
+  return ok_status();
+}
+
+Status CudaDriver::unmap(AddrRange range) {
+  {
+    MutexLock lock(mu_);
+    const auto it = mappings_.find(range.begin);
+    if (it == mappings_.end() || it->second.size != range.size) {
+      return misuse("unmap", "not the range of one map()", range.size);
+    }
+  }
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result(), range.size);
+  const CUresult r = cu_.mem_unmap(range.begin.n, range.size.n);
+  if (r != CUDA_SUCCESS) return fail("cuMemUnmap", r, range.size);
+  MutexLock lock(mu_);
+  const auto it = mappings_.find(range.begin);
+  --handles_[it->second.handle].mappings;
+  mappings_.erase(it);
+  return ok_status();
+}
+
+Result<int> CudaDriver::export_handle(HandleId handle) {
+  if (!traits_.exportable) return Error{Errc::kUnsupported, {}, "handles stay in the process"};
+  const std::uint64_t native = native_handle(handle);
+  if (native == 0) return misuse("export_handle", "no such handle");
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  int fd = -1;
+  const CUresult r = cu_.mem_export(&fd, native, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+  if (r != CUDA_SUCCESS) return fail("cuMemExportToShareableHandle", r);
+  return fd;
+}
+
+Result<HandleId> CudaDriver::import_handle(int fd) {
+  if (!traits_.exportable) return Error{Errc::kUnsupported, {}, "handles stay in the process"};
+  if (fd < 0) return misuse("import_handle", "no descriptor");
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  CUmemGenericAllocationHandle native = 0;
+  void* os_handle = reinterpret_cast<void*>(static_cast<std::uintptr_t>(fd));
+  const CUresult r = cu_.mem_import(&native, os_handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  if (r != CUDA_SUCCESS) return fail("cuMemImportFromShareableHandle", r);
+  return add_handle(native, {});
+}
+
+Result<DeviceAddr> CudaDriver::allocate(Bytes size) {
+  if (size.n == 0) return misuse("allocate", "the size is zero");
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result(), size);
+  CUdeviceptr address = 0;
+  const CUresult r = cu_.mem_alloc(&address, size.n);
+  if (r != CUDA_SUCCESS) return fail("cuMemAlloc", r, size);
+  return DeviceAddr{address};
+}
+
+Status CudaDriver::free(DeviceAddr address) {
+  if (address.n == 0) return misuse("free", "no address");  // the driver would say success
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  const CUresult r = cu_.mem_free(address.n);
+  if (r != CUDA_SUCCESS) return fail("cuMemFree", r);
+  return ok_status();
+}
+
+Result<EventId> CudaDriver::record(StreamRef stream) {
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  // Asked first: recorded in a capture, an event would become a node of somebody's graph.
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  CUresult r = cu_.stream_is_capturing(as_stream(stream), &status);
+  // IMPLICIT: the legacy stream, while a stream captures that it would wait for.
+  if (r == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT ||
+      (r == CUDA_SUCCESS && status != CU_STREAM_CAPTURE_STATUS_NONE)) {
+    return Error{Errc::kCaptureActive, {}, "CudaDriver::record: the stream is capturing"};
+  }
+  if (r != CUDA_SUCCESS) return fail("cuStreamIsCapturing", r);
+
+  CUevent event = nullptr;
+  {
+    MutexLock lock(events_mu_);
+    if (!idle_events_.empty()) {
+      event = idle_events_.back();
+      idle_events_.pop_back();
+    }
+  }
+  if (event == nullptr) {
+    r = cu_.event_create(&event, CU_EVENT_DISABLE_TIMING);
+    if (r != CUDA_SUCCESS) return fail("cuEventCreate", r);
+  }
+  const EventId id{reinterpret_cast<std::uintptr_t>(event)};
+  r = cu_.event_record(event, as_stream(stream));
+  if (r != CUDA_SUCCESS) {
+    recycle(id);
+    return fail("cuEventRecord", r);
+  }
+  return id;
+}
+
+Result<bool> CudaDriver::query(EventId event) {
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  const CUresult r = cu_.event_query(as_event(event));
+  if (r == CUDA_SUCCESS) return true;
+  if (r == CUDA_ERROR_NOT_READY) return false;
+  return fail("cuEventQuery", r);
+}
+
+Status CudaDriver::wait(EventId event) {
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  const CUresult r = cu_.event_synchronize(as_event(event));
+  if (r != CUDA_SUCCESS) return fail("cuEventSynchronize", r);
+  return ok_status();
+}
+
+void CudaDriver::recycle(EventId event) {
+  if (event == EventId{}) return;
+  MutexLock lock(events_mu_);
+  idle_events_.push_back(as_event(event));
+}
+
+CaptureMode CudaDriver::exchange_capture_mode(CaptureMode mode) {
+  // The mode is the thread's and needs no context.
+  if (is_gone_.load(std::memory_order_relaxed)) return CaptureMode::kGlobal;
+  CUstreamCaptureMode cu_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+  if (mode == CaptureMode::kThreadLocal) cu_mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+  if (mode == CaptureMode::kRelaxed) cu_mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+  if (cu_.exchange_capture_mode(&cu_mode) != CUDA_SUCCESS) return CaptureMode::kGlobal;
+  if (cu_mode == CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) return CaptureMode::kThreadLocal;
+  return cu_mode == CU_STREAM_CAPTURE_MODE_RELAXED ? CaptureMode::kRelaxed : CaptureMode::kGlobal;
+}
+
+Result<DeviceMemory> CudaDriver::memory() {
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  std::size_t free_bytes = 0;
+  std::size_t total_bytes = 0;
+  const CUresult r = cu_.mem_get_info(&free_bytes, &total_bytes);
+  if (r != CUDA_SUCCESS) return fail("cuMemGetInfo", r);
+  return DeviceMemory{{free_bytes}, {total_bytes}};
+}
+
+Result<StreamId> CudaDriver::stream_id(std::uint64_t native) {
+  if (cu_.stream_get_id == nullptr) {
+    return Error{Errc::kUnsupported, {}, "cuStreamGetId: needs a CUDA 12.0 driver"};
+  }
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  unsigned long long id = 0;
+  const CUresult r = cu_.stream_get_id(reinterpret_cast<CUstream>(native), &id);
+  if (r != CUDA_SUCCESS) return fail("cuStreamGetId", r);
+  return StreamId{id};
+}
+
+std::uint64_t CudaDriver::native_handle(HandleId handle) const {
+  MutexLock lock(mu_);
+  const auto it = handles_.find(handle);
+  return it == handles_.end() ? 0 : it->second.native;
+}
+
+bool CudaDriver::is_union_of_mappings(AddrRange range) const {
+  DeviceAddr end = range.begin;
+  for (auto it = mappings_.find(range.begin);
+       end < range.end() && it != mappings_.end() && it->first == end; ++it) {
+    end = end + it->second.size;
+  }
+  return range.size.n != 0 && end == range.end();
+}
+
+bool CudaDriver::is_mapped_in(AddrRange range) const {
+  auto it = mappings_.lower_bound(range.end());
+  if (it == mappings_.begin()) return false;
+  --it;
+  return range.overlaps({it->first, it->second.size});
+}
+
+bool CudaDriver::is_reserved(AddrRange range) const {
+  auto it = reserved_.upper_bound(range.begin);
+  if (it == reserved_.begin()) return false;
+  --it;
+  return range.end() <= it->first + it->second;
+}
+
+}  // namespace gpumemx

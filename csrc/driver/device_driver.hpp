@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Everything gpumemx asks of a device, and nothing else. Implementations: CudaDriver (libcuda),
+// SimDriver (deterministic, in-process) and decorators that wrap either. tests/contract/ runs one
+// suite over all of them; a rule that is not tested there is not a rule.
+//
+// Virtual-memory mode. Life of a range of addresses, and of the handle that stands behind it:
+//
+//   range:   reserve() -> RESERVED -> map() -> MAPPED -> set_access() -> USABLE
+//                            ^                    |                         |
+//            unreserve() <---+<----- unmap() -----+<------------------------+
+//
+//   handle:  create() -> LOOSE -> map() -> MAPPED at n >= 1 ranges -> last unmap() -> LOOSE
+//                          |                                                           |
+//                          +---------------------> release() <-------------------------+
+//
+// map() joins one whole handle to a range of the handle's size; a part of either cannot be mapped
+// and a mapping is unmapped whole. One handle may stand behind several ranges at once: they are
+// aliases, coherent between kernels in stream order. The device may touch a range only while it is
+// USABLE. No call here waits for work that is running, except wait() and free().
+//
+// Plain mode: allocate() -> USABLE -> free(), as cudaMalloc and cudaFree; free() waits for the
+// device. For devices without virtual memory, and for pools whose users need one driver allocation.
+//
+// Captures: reserve, create, map, set_access, unmap and release are allowed while any stream
+// captures, from any thread. query, wait, allocate and free called from *any* thread end a capture
+// in global mode as invalid, unless the calling thread's capture mode is relaxed: see RelaxedCapture.
+//
+// Calls out of these orders are the caller's bug: CudaDriver reports kInvalidArgument, SimDriver
+// also notes a hazard. A call that fails has no effect. Every call may fail with kShuttingDown or
+// kDriverFailure besides what is listed.
+//
+// Threads: every method may be called from any thread at any time. The caller, not the driver, keeps
+// two threads from changing one range or one handle at once.
+#pragma once
+
+#include "base/result.hpp"
+#include "base/units.hpp"
+
+namespace gpumemx {
+
+// Fixed for a driver's lifetime; read once by each allocator.
+struct DeviceTraits {
+  Bytes granularity{2u << 20};   // sizes and addresses given to create() and map() are multiples
+  bool virtual_memory = true;    // proven by a real create + map + set_access; false: plain mode only
+  bool exportable = false;       // handles can be exported as POSIX file descriptors
+};
+
+struct DeviceMemory {
+  Bytes free;  // as the device reports it: other processes change it between two calls
+  Bytes total;
+};
+
+// The calls that are counted, timed and (in the simulation) made to fail, one name each.
+enum class DriverCall {
+  kReserve,
+  kUnreserve,
+  kCreate,
+  kRelease,
+  kMap,
+  kSetAccess,
+  kUnmap,
+  kExport,
+  kImport,
+  kAllocate,
+  kFree,
+  kRecord,
+  kQuery,
+  kWait,
+  kMemory,
+};
+inline constexpr int kDriverCallKinds = 15;
+const char* to_string(DriverCall call);
+
+enum class CaptureMode { kGlobal, kThreadLocal, kRelaxed };
+
+class DeviceDriver {
+ public:
+  virtual ~DeviceDriver() = default;
+  virtual const DeviceTraits& traits() const noexcept = 0;
+
+  // Addresses only; costs no device memory. The range is aligned to `alignment`.
+  // REQUIRES: size is a positive multiple of granularity; alignment is a power of two >= granularity.
+  // Fails: kOutOfAddressSpace, kUnsupported.
+  virtual Result<AddrRange> reserve(Bytes size, Bytes alignment) = 0;
+  virtual Status unreserve(AddrRange range) = 0;  // REQUIRES: a whole reserve() result, unmapped
+
+  // Device memory. REQUIRES: size is a positive multiple of granularity. Fails: kOutOfMemory.
+  virtual Result<HandleId> create(Bytes size) = 0;
+  virtual Status release(HandleId handle) = 0;  // REQUIRES: not mapped anywhere
+
+  // REQUIRES: range lies in one reserved range, unmapped, and range.size is the handle's size.
+  virtual Status map(AddrRange range, HandleId handle) = 0;
+  // Lets this device read and write. REQUIRES: range is the union of whole mappings.
+  // Fails: kOutOfMemory when the driver holds all the mappings it can.
+  virtual Status set_access(AddrRange range) = 0;
+  // REQUIRES: range is that of one map() call, and no work that touches it is queued or running.
+  virtual Status unmap(AddrRange range) = 0;
+
+  // A file descriptor that another process can import; the caller closes it. 1.1 ms: export once.
+  // Fails: kUnsupported.
+  virtual Result<int> export_handle(HandleId handle) = 0;
+  // A handle of this process for memory exported by another (or the same); release() it too.
+  virtual Result<HandleId> import_handle(int fd) = 0;
+
+  // Plain mode. REQUIRES: size > 0. Fails: kOutOfMemory.
+  virtual Result<DeviceAddr> allocate(Bytes size) = 0;
+  virtual Status free(DeviceAddr address) = 0;  // blocks until the device is idle
+
+  // The id of the stream that has this native handle now (0.1 us). REQUIRES: there is one.
+  // Fails: kUnsupported before CUDA 12.
+  virtual Result<StreamId> stream_id(std::uint64_t native) = 0;
+
+  // Marks the end of the work now queued on `stream`. Never blocks. REQUIRES: the stream exists.
+  // Fails: kCaptureActive while the stream captures; then nothing is recorded.
+  virtual Result<EventId> record(StreamRef stream) = 0;
+  // True when all work before the event is done; true for ever after.
+  virtual Result<bool> query(EventId event) = 0;
+  virtual Status wait(EventId event) = 0;  // blocks the calling thread until query() would be true
+  virtual void recycle(EventId event) = 0;  // ends the event's life; never fails, never blocks
+
+  // The calling thread's capture mode, which it replaces. Prefer RelaxedCapture.
+  virtual CaptureMode exchange_capture_mode(CaptureMode mode) = 0;
+
+  virtual Result<DeviceMemory> memory() = 0;
+};
+
+// While it lives, calls of this thread that captures in global mode forbid are allowed. Every driver
+// call of the allocator happens inside one: any other thread may be capturing.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(DeviceDriver& driver)
+      : driver_(driver), before_(driver.exchange_capture_mode(CaptureMode::kRelaxed)) {}
+  ~RelaxedCapture() { (void)driver_.exchange_capture_mode(before_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  DeviceDriver& driver_;
+  CaptureMode before_;
+};
+
+}  // namespace gpumemx
