@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The caching allocator of one device. It reserves memory from a DeviceDriver in handles, gives
+// blocks of it to streams, and moves idle handles to where they are needed.
+//
+// Stream order is the contract: a block may be used by work queued on its stream after allocate()
+// returned, and its memory goes to the next user on that stream at free(), whether or not the
+// queued work is done. Uses on other streams are announced with record_stream() before the free.
+//
+// Threads: every method may be called from any thread at any time. Two locks, always in this order:
+//
+//   work_mu_  one thread at a time changes what memory stands where: misses, trimming, polling.
+//             Held across driver calls, but never while waiting for a stream or calling an observer.
+//   mu_       the books. Never held across a driver call. A hit and a free take only this one, so
+//             they go on while another thread's miss is inside the driver.
+//
+// See docs/design.md, "Locks" and "What happens on a miss".
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/mutex.hpp"
+#include "core/heap.hpp"
+#include "core/miss_plan.hpp"
+#include "core/observer.hpp"
+#include "core/oom.hpp"
+#include "core/options.hpp"
+#include "core/placement.hpp"
+#include "driver/device_driver.hpp"
+
+namespace gpumemx {
+
+struct AllocRequest {
+  Bytes size;  // 0 gives a block of 512 B
+  StreamInfo stream;
+  PoolId pool = kDefaultPool;
+  std::uint64_t tag = 0;
+  std::shared_ptr<const void> context;  // opaque; kept with the block and in the history
+};
+
+struct [[nodiscard]] AllocResult {
+  DeviceAddr address;
+  Bytes size;                           // of the block
+  std::unique_ptr<OomVerdict> failure;  // set exactly when there is no block
+
+  bool ok() const { return failure == nullptr; }
+};
+
+struct PoolOptions {
+  bool plain = false;  // ordinary device allocations: for legacy IPC and registration
+};
+
+struct TrimRequest {
+  std::optional<PoolId> pool;  // only this released private pool; default: everything that is idle
+  Bytes target;                // stop when reserved is at most this
+  bool wait = true;            // wait for the work queued on the memory that goes
+};
+
+// released + what stays = what was reserved. The parts that stay, by reason:
+struct TrimReport {
+  Bytes released;
+  Bytes live;      // in use, or pending on recorded streams
+  Bytes held;      // free, but on handles that something in use shares
+  Bytes pending;   // idle, last use not complete (with wait: a capture was under way)
+  Bytes pools;     // idle in private pools that are in use
+  Bytes wanted;    // idle, kept because the target was reached
+};
+
+struct BlockInfo {
+  DeviceAddr address;
+  Bytes size;
+  Bytes requested;
+  BlockState state{};
+  StreamRef stream;
+  PoolId pool{};
+  HeapKind heap{};
+  DeviceAddr segment;  // plain memory: where its device allocation begins
+  std::uint64_t tag = 0;
+};
+
+class DeviceAllocator {
+ public:
+  // Keeps a reference to `driver`, which must outlive the allocator. Takes addresses, no memory.
+  // REQUIRES: options.validate() finds nothing.
+  DeviceAllocator(DeviceDriver& driver, Options options);
+  // Gives everything back, whatever is still live, unless shut_down() was called.
+  ~DeviceAllocator();
+  DeviceAllocator(const DeviceAllocator&) = delete;
+  DeviceAllocator& operator=(const DeviceAllocator&) = delete;
+
+  // May call the driver; waits for streams only when nothing else is left.
+  AllocResult allocate(const AllocRequest& request) GPUMEMX_EXCLUDES(work_mu_, mu_);
+
+  // REQUIRES: `address` came from allocate() and is live; anything else aborts, in every build.
+  void free(DeviceAddr address) GPUMEMX_EXCLUDES(work_mu_, mu_);
+  // The same for callers that can tell the user: false, and nothing happens, for anything else.
+  [[nodiscard]] bool free_if_live(DeviceAddr address) GPUMEMX_EXCLUDES(work_mu_, mu_);
+  // The block is also used by work queued on `stream` so far and until the free. False, and nothing
+  // happens, when `address` is not a live block.
+  bool record_stream(DeviceAddr address, const StreamInfo& stream) GPUMEMX_EXCLUDES(mu_);
+
+  // A private pool: its memory stays where it is while the pool has users, also when no block is
+  // live (graphs are replayed on it), and comes from new or completely idle memory.
+  PoolId create_pool(PoolOptions options) GPUMEMX_EXCLUDES(mu_);
+  void retain_pool(PoolId pool) GPUMEMX_EXCLUDES(mu_);
+  // The last release lets the memory go to others, when all work queued until now is done.
+  void release_pool(PoolId pool) GPUMEMX_EXCLUDES(work_mu_, mu_);
+
+  // Between the two, no request waits, no plain memory is freed. May nest. end_capture() comes after
+  // the driver's end of the capture and before its stream is destroyed.
+  void begin_capture() { captures_.fetch_add(1); }
+  void end_capture() GPUMEMX_EXCLUDES(work_mu_, mu_);
+
+  TrimReport trim(const TrimRequest& request) GPUMEMX_EXCLUDES(work_mu_, mu_);
+
+  // Work that may be done away from the allocating threads: unmapping surplus aliases, releasing
+  // what a re-cut replaced, taking apart released pools. False when nothing was to be done.
+  bool maintain() GPUMEMX_EXCLUDES(work_mu_, mu_);
+
+  // Reserved bytes that this process may hold; ~0 for no cap. Memory above a new cap stays.
+  void set_cap(Bytes cap) { cap_.store(cap.n); }
+  Bytes cap() const { return {cap_.load()}; }
+
+  Stats stats() const GPUMEMX_EXCLUDES(mu_);
+  void reset_peaks() GPUMEMX_EXCLUDES(mu_);
+  void reset_accumulated() GPUMEMX_EXCLUDES(mu_);
+
+  // Starts the history empty with room for `capacity` events, or turns it off with 0.
+  void record_history(std::size_t capacity, History::Clock clock = nullptr) GPUMEMX_EXCLUDES(mu_);
+  std::vector<HistoryEvent> history() const GPUMEMX_EXCLUDES(mu_);
+
+  // Where the bytes are now; asks the device. REQUIRES: not in a capture of this thread.
+  MemoryFigures memory_figures() GPUMEMX_EXCLUDES(mu_);
+  // The highest allocated_bytes since the last call, and starts anew from the current ones. For
+  // scopes, which must not disturb the peaks of stats(); has one caller (monitor/scope.hpp).
+  Bytes take_interval_peak() GPUMEMX_EXCLUDES(mu_);
+  // Whether `address` is in addresses of this allocator. No lock, unless it is plain memory.
+  bool owns(DeviceAddr address) const GPUMEMX_EXCLUDES(mu_);
+
+  // Every block that is in use or ready, by heap and address.
+  std::vector<BlockInfo> blocks() const GPUMEMX_EXCLUDES(mu_);
+  // The live block that begins at `address`, or nothing.
+  std::optional<BlockInfo> find_block(DeviceAddr address) const GPUMEMX_EXCLUDES(mu_);
+
+  // Asked in the order of registration; the caller keeps ownership, and removes it before it dies.
+  void add_observer(Observer* observer) GPUMEMX_EXCLUDES(mu_);
+  void remove_observer(Observer* observer) GPUMEMX_EXCLUDES(mu_);
+
+  // The process is exiting: from now on no driver call is made, and frees are ignored.
+  void shut_down() { shut_down_.store(true); }
+
+  // True when requests are served with ordinary device allocations, by choice or because virtual
+  // memory is missing or has failed.
+  bool plain_mode() const { return plain_mode_.load(); }
+
+  // The first broken invariant of the books in words, or nothing. O(everything).
+  std::optional<std::string> validate() const GPUMEMX_EXCLUDES(mu_);
+
+ private:
+  struct SetKey {
+    PoolId pool;
+    StreamId stream;
+    friend bool operator==(SetKey, SetKey) = default;
+  };
+  struct SetKeyHash {
+    std::size_t operator()(SetKey k) const {
+      return static_cast<std::size_t>(k.pool) * 0x9E3779B97F4A7C15ull ^
+             static_cast<std::size_t>(k.stream);
+    }
+  };
+  struct PrivatePool {
+    PoolOptions options;
+    int users = 1;
+    std::vector<Stamp> until;  // after the last release: when its memory may move on
+  };
+  struct PendingBlock {
+    Block* block;
+    Stamp freed;               // on its own stream
+    std::vector<Stamp> until;  // on the others
+  };
+  struct Unmap {  // a mapping that is out of the books, and what it takes to put it back
+    DeviceAddr begin;
+    Handle* handle;
+    Region* region;
+    Stamp last_use;
+  };
+  struct PieceWork {
+    Piece piece;
+    HandleId created{};
+    bool mapped = false;
+  };
+  struct Served {
+    Block* block = nullptr;
+    std::optional<Error> error;  // of the driver, when that is why there is no block
+  };
+
+  // allocator.cpp
+  HeapSet& heap_set(const StreamInfo& stream, PoolId pool) GPUMEMX_REQUIRES(mu_);
+  Timeline& timeline(const StreamInfo& stream) GPUMEMX_REQUIRES(mu_);
+  Policy policy(Bytes more) const GPUMEMX_REQUIRES(mu_);
+  bool wants_plain(const HeapSet& set) const GPUMEMX_REQUIRES(mu_);
+  Block* take_hit(HeapSet& set, Bytes size, bool any_waste) GPUMEMX_REQUIRES(mu_);
+  AllocResult hand_out(Block* block, const AllocRequest& request) GPUMEMX_REQUIRES(mu_);
+  void complete_free(Block* block, Stamp freed) GPUMEMX_REQUIRES(mu_);
+  void note(EventKind kind, const Block& block) GPUMEMX_REQUIRES(mu_);
+
+  // miss.cpp
+  AllocResult allocate_slow(const AllocRequest& request, Bytes size) GPUMEMX_EXCLUDES(work_mu_, mu_);
+  Served serve(HeapSet& set, Bytes size, Bytes requested, MutexLock& books)
+      GPUMEMX_REQUIRES(work_mu_, mu_);
+  Served serve_plain(HeapSet& set, Bytes size, MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
+  Served execute(const MissPlan& plan, MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
+  std::optional<Error> map_pieces(std::vector<PieceWork>& work) GPUMEMX_REQUIRES(work_mu_);
+  bool make_room(const AllocRequest& request, int& attempt, bool& asked)
+      GPUMEMX_EXCLUDES(work_mu_, mu_);
+  AllocResult fail(const AllocRequest& request, Bytes size, const std::optional<Error>& error)
+      GPUMEMX_EXCLUDES(work_mu_, mu_);
+  bool refresh_capacity(bool only_if_tight) GPUMEMX_REQUIRES(work_mu_);
+
+  // completion.cpp
+  void record_fence(Timeline& line, std::uint64_t epoch) GPUMEMX_EXCLUDES(mu_);
+  bool wants_fence(const Timeline& line) const GPUMEMX_REQUIRES(mu_);
+  void close_epochs(bool also_captured = false, bool beyond_limit = false) GPUMEMX_EXCLUDES(mu_);
+  bool poll() GPUMEMX_REQUIRES(work_mu_);
+  void retire_pending() GPUMEMX_REQUIRES(mu_);
+  bool wait_for_oldest() GPUMEMX_EXCLUDES(work_mu_, mu_);
+  bool wait_for(Timeline& line, EventId event, std::uint64_t epoch) GPUMEMX_EXCLUDES(mu_);
+
+  // handles.cpp
+  void drop_alias(Mapping* alias, std::vector<Unmap>& unmaps) GPUMEMX_REQUIRES(work_mu_, mu_);
+  std::optional<Error> unmap_all(std::vector<Unmap>& unmaps) GPUMEMX_REQUIRES(work_mu_);
+  void restore(const std::vector<Unmap>& unmaps) GPUMEMX_REQUIRES(work_mu_, mu_);
+  bool release(Handle* handle, MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
+  void drop_complete_aliases(MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
+  bool trim_aliases(Handle* handle, MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
+  bool release_doomed(MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
+  bool release_plain(Handle* handle, MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
+
+  // pools.cpp
+  bool dissolve_released_pools(MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
+  bool dissolve(HeapSet& set, MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
+
+  // trim.cpp
+  void wait_for_idle_memory() GPUMEMX_EXCLUDES(work_mu_, mu_);
+  Bytes release_idle(Bytes target, MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
+  Bytes release_idle_plain(Bytes target, MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
+  MemoryFigures figures() const GPUMEMX_REQUIRES(mu_);
+  void add_device(MemoryFigures& figures, const std::optional<DeviceMemory>& memory) const;
+
+  DeviceDriver& driver_;
+  const Options options_;
+  std::atomic<std::uint64_t> cap_;
+  std::atomic<bool> shut_down_{false};
+  std::atomic<bool> plain_mode_{false};
+  std::atomic<int> captures_{0};
+  std::atomic<std::size_t> pending_count_{0};
+
+  Mutex work_mu_;
+  CandidateSearch search_ GPUMEMX_GUARDED_BY(work_mu_);
+  int vm_failures_ GPUMEMX_GUARDED_BY(work_mu_) = 0;
+  std::vector<Handle*> doomed_ GPUMEMX_GUARDED_BY(work_mu_);         // to be released by maintain()
+  std::vector<std::uint32_t> crowded_ GPUMEMX_GUARDED_BY(work_mu_);  // handles with many aliases
+
+  mutable Mutex mu_;
+  Books books_ GPUMEMX_GUARDED_BY(mu_);
+  const AddrRange addresses_;  // the arena's, for owns()
+  std::unordered_map<StreamId, std::unique_ptr<Timeline>> timelines_ GPUMEMX_GUARDED_BY(mu_);
+  std::vector<Timeline*> timeline_list_ GPUMEMX_GUARDED_BY(mu_);  // in the order of first use
+  std::unordered_map<SetKey, std::unique_ptr<HeapSet>, SetKeyHash> sets_ GPUMEMX_GUARDED_BY(mu_);
+  std::vector<HeapSet*> default_sets_ GPUMEMX_GUARDED_BY(mu_);
+  HeapSet* last_set_ GPUMEMX_GUARDED_BY(mu_) = nullptr;  // of the last request: mostly the next's too
+  std::map<PoolId, PrivatePool> pools_ GPUMEMX_GUARDED_BY(mu_);
+  std::uint64_t last_pool_ GPUMEMX_GUARDED_BY(mu_) = 0;
+  std::vector<PendingBlock> pending_ GPUMEMX_GUARDED_BY(mu_);
+  Bytes peak_live_ GPUMEMX_GUARDED_BY(mu_);  // the policy's own: torch's peak is reset by users
+  Bytes interval_peak_ GPUMEMX_GUARDED_BY(mu_);
+  Bytes device_capacity_ GPUMEMX_GUARDED_BY(mu_){~0ull};  // reserved + free when last asked
+  std::uint64_t fence_serial_ GPUMEMX_GUARDED_BY(mu_) = 0;
+  std::vector<Observer*> observers_ GPUMEMX_GUARDED_BY(mu_);
+};
+
+}  // namespace gpumemx

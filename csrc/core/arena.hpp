@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The addresses of one device, and what stands where. One large reservation is cut into slots of
+// 1 GiB; heaps take runs of slots as regions. From an address to its slot is a shift, from there to
+// the block that begins there and to the mapping of the page an index: no hash, no tree.
+//
+// A slot's tables are made when something first begins in it. They are large and nearly empty, so
+// they come from calloc: host memory is used for the pages of a table that were touched.
+//
+// Plain device allocations lie outside of the reservation, each a region with tables of its own,
+// found through an ordered map.
+//
+// Not thread-safe: guarded by the allocator's lock.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/units.hpp"
+#include "core/records.hpp"
+#include "core/slab.hpp"
+#include "driver/device_driver.hpp"
+
+namespace gpumemx {
+
+inline constexpr Bytes kSlot{1ull << 30};
+
+// Block begins and mappings of up to 1 GiB of addresses from `base` (plain regions: any length).
+class PageTable {
+ public:
+  PageTable(DeviceAddr base, Bytes size);
+
+  void set_block(DeviceAddr at, std::uint32_t block_id);
+  void clear_block(DeviceAddr at);
+  std::uint32_t block_at(DeviceAddr at) const { return blocks_[granule(at)]; }
+  // The last block that begins at or before `at`, in this table; 0 when none does.
+  std::uint32_t last_block_at_or_before(DeviceAddr at) const;
+
+  Mapping* mapping_at(DeviceAddr at) const { return mappings_[page(at)]; }
+  void set_mapping(DeviceAddr page_begin, Mapping* mapping) { mappings_[page(page_begin)] = mapping; }
+
+ private:
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  template <class T>
+  using Array = std::unique_ptr<T[], Free>;
+
+  std::size_t granule(DeviceAddr a) const { return (a - base_).n / kGranule.n; }
+  std::size_t page(DeviceAddr a) const { return (a - base_).n / kPage.n; }
+
+  DeviceAddr base_;
+  std::size_t granules_;
+  Array<std::uint32_t> blocks_;
+  Array<Mapping*> mappings_;
+  // Which granules begin a block, then which words of the level below are not zero: a block that
+  // covers an address is found in a few steps however far away it begins.
+  static constexpr int kLevels = 3;
+  std::array<Array<std::uint64_t>, kLevels> begins_;
+};
+
+struct Region {
+  AddrRange range;
+  Heap* heap = nullptr;
+  Block* first = nullptr;
+  Block* last = nullptr;
+  DeviceAddr mapped_end;  // no mapping reaches beyond; may be too high, never too low
+  bool plain = false;
+  std::vector<std::unique_ptr<PageTable>> tables;  // one a slot; plain: one in all
+
+  PageTable* table_if_any(DeviceAddr a) const { return tables[index(a)].get(); }
+  PageTable& table(DeviceAddr a);  // made at first use
+  Mapping* mapping_at(DeviceAddr a) const {
+    const PageTable* t = table_if_any(a);
+    return t == nullptr ? nullptr : t->mapping_at(a);
+  }
+  // Lowers mapped_end to where the last mapping really ends, but not below `floor`.
+  void tighten_mapped_end(DeviceAddr floor) {
+    while (mapped_end > floor && mapping_at(mapped_end - kPage) == nullptr) {
+      mapped_end = mapped_end - kPage;
+    }
+  }
+  // REQUIRES: a lies in the region.
+  Block* block_covering(DeviceAddr a, const Slab<Block>& blocks) const;
+
+ private:
+  std::size_t index(DeviceAddr a) const { return plain ? 0 : (a - range.begin).n / kSlot.n; }
+};
+
+class Arena {
+ public:
+  // Reserves `size` of addresses, or the half of it, and so on down to one slot; none at all when
+  // the driver refuses even that (then take() fails).
+  Arena(DeviceDriver& driver, Bytes size);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  AddrRange range() const { return range_; }
+  // The driver is going away and takes the addresses back itself: no call is made to it any more.
+  void abandon() { range_.size = {}; }
+
+  // A region of at least `size`, its first block not made yet; null when no run of slots is long
+  // enough. The arena owns it until give_back().
+  Region* take(Bytes size, Heap* heap);
+  Region* add_plain(AddrRange range, Heap* heap);
+  void give_back(Region* region);
+
+  // The block that begins at `a`, in any state; null for anything else, ours or not.
+  Block* find(DeviceAddr a, const Slab<Block>& blocks) const;
+  // The region that `a` lies in, or null.
+  Region* region_of(DeviceAddr a) const;
+
+ private:
+  DeviceDriver& driver_;
+  AddrRange range_;
+  std::vector<Region*> slots_;                             // by (address - base) / slot size
+  std::size_t next_fit_ = 0;                               // where the last search ended
+  std::map<std::uint64_t, std::unique_ptr<Region>> plain_;  // by first address
+  std::vector<std::unique_ptr<Region>> regions_;
+};
+
+}  // namespace gpumemx

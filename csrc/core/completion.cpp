@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Which work is complete: events are recorded and asked here. See timeline.hpp for why an epoch is
+// advanced under the lock and its event recorded after it.
+#include <algorithm>
+
+#include "core/allocator.hpp"
+#include "core/planted.hpp"
+
+namespace gpumemx {
+
+bool DeviceAllocator::wants_fence(const Timeline& line) const {
+  if (!line.stream().permanent) return true;  // it may be destroyed right after this free
+  if (line.fences() >= options_.max_fences) return false;
+  return line.open_frees() >= options_.fence_frees || line.open_bytes() >= options_.fence_bytes;
+}
+
+// REQUIRES: advance() returned `epoch`; frees since then do not count.
+void DeviceAllocator::record_fence(Timeline& line, std::uint64_t epoch) {
+  const auto event = driver_.record(line.stream().ref);
+  MutexLock lock(mu_);
+  line.set_captured(!event.ok() && event.error().code == Errc::kCaptureActive);
+  if (event.ok()) {
+    line.add_fence(epoch, event.value(), ++fence_serial_);
+    ++books_.stats.paths.fences;
+  } else {
+    line.reopen(1, {});  // mostly a capture; a later event will cover it
+  }
+}
+
+// Records an event on every stream that has frees without one. Called where somebody is about to
+// want memory, so that it can be complete the next time. `also_captured`: a capture has just ended, so
+// also on those of the other streams that were capturing; elsewhere they may be gone. `beyond_limit`:
+// also where Options::max_fences are in flight, for a caller that waits for all of them.
+void DeviceAllocator::close_epochs(bool also_captured, bool beyond_limit) {
+  std::vector<std::pair<Timeline*, std::uint64_t>> closed;
+  {
+    MutexLock lock(mu_);
+    for (Timeline* line : timeline_list_) {
+      if (line->open_frees() == 0) continue;
+      if (line->fences() >= options_.max_fences && !beyond_limit) continue;
+      if (!line->stream().permanent && !(also_captured && line->is_captured())) continue;
+      closed.emplace_back(line, line->advance());
+    }
+  }
+  for (const auto& [line, epoch] : closed) record_fence(*line, epoch);
+}
+
+// Asks the oldest event of every stream, and the next where that one was reached. Returns whether
+// anything came out of it. Events are removed only here, so none goes while another is asked or
+// waited for (Fence::waiters).
+bool DeviceAllocator::poll() {
+  struct Question {
+    Timeline* line;
+    Timeline::Fence fence;
+    bool reached;
+  };
+  std::vector<Question> questions;
+  std::vector<EventId> used;
+  bool any = false;
+  if (planted(Fault::kCaptureNotRelaxed)) (void)driver_.exchange_capture_mode(CaptureMode::kGlobal);
+  {
+    MutexLock lock(mu_);
+    for (Timeline* line : timeline_list_) {
+      while (const auto event = line->pop_reached()) used.push_back(*event);
+      if (const auto* open = line->oldest_open()) questions.push_back({line, *open, false});
+    }
+  }
+  while (!questions.empty()) {
+    for (Question& q : questions) {
+      const auto reached = driver_.query(q.fence.event);
+      q.reached = (reached.ok() && reached.value()) || planted(Fault::kEventSkipped);
+    }
+    MutexLock lock(mu_);
+    std::vector<Question> next;
+    for (const Question& q : questions) {
+      if (!q.reached) continue;
+      any = true;
+      q.line->reached(q.fence.epoch);
+      while (const auto event = q.line->pop_reached()) used.push_back(*event);
+      if (const auto* open = q.line->oldest_open()) next.push_back({q.line, *open, false});
+    }
+    if (next.empty() && any) retire_pending();
+    questions = std::move(next);
+  }
+  for (const EventId event : used) driver_.recycle(event);
+  return any;
+}
+
+void DeviceAllocator::retire_pending() {
+  std::size_t kept = 0;
+  for (PendingBlock& pending : pending_) {
+    const bool done = std::all_of(pending.until.begin(), pending.until.end(),
+                                  [](const Stamp& s) { return s.complete(); });
+    if (done) {
+      ++books_.stats.paths.late_retired;
+      complete_free(pending.block, pending.freed);
+    } else {
+      if (&pending_[kept] != &pending) pending_[kept] = std::move(pending);
+      ++kept;
+    }
+  }
+  pending_.resize(kept);
+  pending_count_.store(kept, std::memory_order_relaxed);
+}
+
+bool DeviceAllocator::wait_for(Timeline& line, EventId event, std::uint64_t epoch) {
+  const bool reached = driver_.wait(event).ok();
+  MutexLock lock(mu_);
+  if (Timeline::Fence* fence = line.find(event)) --fence->waiters;
+  if (reached) {
+    line.reached(epoch);
+    retire_pending();
+  }
+  return reached;
+}
+
+// Waits for the oldest event of the device. No lock is held meanwhile: the work waited for may itself
+// depend on another thread's request. False when there is nothing to wait for.
+bool DeviceAllocator::wait_for_oldest() {
+  if (captures_.load() > 0) return false;
+  close_epochs();
+  Timeline* line = nullptr;
+  Timeline::Fence oldest;
+  {
+    MutexLock lock(mu_);
+    for (Timeline* candidate : timeline_list_) {
+      const Timeline::Fence* open = candidate->oldest_open();
+      if (open == nullptr || (line != nullptr && open->serial > oldest.serial)) continue;
+      line = candidate;
+      oldest = *open;
+    }
+    if (line == nullptr) return false;
+    ++line->oldest_open()->waiters;
+    ++books_.stats.paths.waits;
+  }
+  return wait_for(*line, oldest.event, oldest.epoch);
+}
+
+}  // namespace gpumemx

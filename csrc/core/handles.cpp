@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Aliases and handles leave: mappings are dropped, memory goes back to the device. Every driver call
+// here can fail; then the books are put back as they were.
+#include <algorithm>
+#include <utility>
+
+#include "base/check.hpp"
+#include "core/allocator.hpp"
+#include "core/planted.hpp"
+
+namespace gpumemx {
+
+void DeviceAllocator::drop_alias(Mapping* alias, std::vector<Unmap>& unmaps) {
+  unmaps.push_back({alias->begin, alias->handle, alias->region, alias->last_use});
+  Heap::forget(alias, books_);
+}
+
+// Unmaps all of them; on failure what is left in `unmaps` is still mapped.
+std::optional<Error> DeviceAllocator::unmap_all(std::vector<Unmap>& unmaps) {
+  while (!unmaps.empty()) {
+    const Unmap& u = unmaps.back();
+    const Status done = driver_.unmap({u.begin, u.handle->size()});
+    if (!done.ok()) return done.error();
+    unmaps.pop_back();
+  }
+  return std::nullopt;
+}
+
+void DeviceAllocator::restore(const std::vector<Unmap>& unmaps) {
+  for (const Unmap& u : unmaps) {
+    Mapping* mapping = books_.handles.add_mapping(u.handle, u.region, u.begin);
+    mapping->last_use = u.last_use;
+    for (DeviceAddr a = u.begin; a < mapping->end(); a = a + kPage) {
+      u.region->table(a).set_mapping(a, mapping);
+    }
+    ++books_.stats.dormant_aliases;
+  }
+}
+
+// Unmaps a handle everywhere and gives its memory back. REQUIRES: idle, not in a list, its last uses
+// complete at every address. False when the driver failed: the handle is loose then.
+bool DeviceAllocator::release(Handle* handle, MutexLock& books) {
+  if (handle->home != nullptr) Heap::leave_home(handle);
+  std::vector<Unmap> unmaps;
+  while (handle->aliases != nullptr) drop_alias(handle->aliases, unmaps);
+  const std::size_t dropped = unmaps.size();
+  books.unlock();
+  const bool unmapped = !unmap_all(unmaps).has_value();
+  const bool released = unmapped && driver_.release(handle->driver).ok();
+  books.lock();
+  books_.stats.paths.aliases_dropped += dropped - unmaps.size();
+  restore(unmaps);
+  if (!released) {
+    handle->pinned = false;
+    books_.handles.loose().push(handle);
+    return false;
+  }
+  books_.stats.reserved_bytes.sub(handle->small, handle->size().n);
+  ++books_.stats.num_device_free;
+  books_.handles.remove(handle);
+  return true;
+}
+
+bool DeviceAllocator::release_plain(Handle* handle, MutexLock& books) {
+  Heap& heap = *handle->home->heap;
+  const Bytes size = handle->size();
+  const AddrRange range = heap.drop_segment(handle);
+  books.unlock();
+  const bool freed = driver_.free(range.begin).ok();
+  books.lock();
+  if (!freed) {
+    heap.add_segment(range, handle);
+    return false;
+  }
+  books_.stats.reserved_bytes.sub(handle->small, size.n);
+  ++books_.stats.num_device_free;
+  books_.handles.remove(handle);
+  return true;
+}
+
+// Drops dormant aliases beyond Options::max_aliases, as far as their work is done.
+bool DeviceAllocator::trim_aliases(Handle* handle, MutexLock& books) {
+  std::vector<Unmap> unmaps;
+  while (handle->alias_count > static_cast<std::uint32_t>(options_.max_aliases)) {
+    Mapping* oldest = oldest_droppable(*handle);
+    if (oldest == nullptr) break;
+    drop_alias(oldest, unmaps);
+  }
+  if (unmaps.empty()) return false;
+  const std::size_t dropped = unmaps.size();
+  books.unlock();
+  (void)unmap_all(unmaps);
+  books.lock();
+  books_.stats.paths.aliases_dropped += dropped - unmaps.size();
+  restore(unmaps);
+  return true;
+}
+
+// The driver holds only so many mappings: all dormant aliases go whose work is done.
+void DeviceAllocator::drop_complete_aliases(MutexLock& books) {
+  std::vector<Unmap> unmaps;
+  books_.handles.for_each([&](Handle* handle) {
+    if (handle->pinned) return;
+    while (Mapping* oldest = oldest_droppable(*handle)) drop_alias(oldest, unmaps);
+  });
+  const std::size_t dropped = unmaps.size();
+  books.unlock();
+  (void)unmap_all(unmaps);
+  books.lock();
+  books_.stats.paths.aliases_dropped += dropped - unmaps.size();
+  restore(unmaps);
+}
+
+// What a re-cut replaced goes back. False when there was none.
+bool DeviceAllocator::release_doomed(MutexLock& books) {
+  const std::vector<Handle*> doomed = std::exchange(doomed_, {});
+  for (Handle* handle : doomed) (void)release(handle, books);
+  return !doomed.empty();
+}
+
+bool DeviceAllocator::maintain() {
+  if (shut_down_) return false;
+  const MutexLock work(work_mu_);
+  if (doomed_.empty() && crowded_.empty()) return false;
+  const RelaxedCapture relaxed(driver_);
+  MutexLock books(mu_);
+  (void)release_doomed(books);
+  for (const std::uint32_t id : crowded_) {
+    Handle* handle = books_.handles.find(id);  // it may be gone since, or hold less
+    if (handle != nullptr) trim_aliases(handle, books);
+  }
+  crowded_.clear();
+  return true;
+}
+
+}  // namespace gpumemx

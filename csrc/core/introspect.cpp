@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Looking at the books: figures of the whole device, the blocks one by one, and whether it all fits
+// together.
+#include <algorithm>
+
+#include "core/allocator.hpp"
+
+namespace gpumemx {
+
+namespace {
+
+template <class Visit>
+void for_each_block(const HeapSet& set, Visit visit) {
+  for (const auto& heap : set.heaps) {
+    if (heap == nullptr) continue;
+    for (const Region* region : heap->regions()) {
+      for (const Block* b = region->first; b != nullptr; b = b->next) visit(*b);
+    }
+  }
+}
+
+Bytes current(const StatArray& stat) { return {static_cast<std::uint64_t>(stat.all().current)}; }
+
+BlockInfo describe(const Block& b) {
+  const HeapSet& set = b.heap->set();
+  return {b.begin, b.size, b.use.requested, b.state, set.timeline->stream().ref, set.pool,
+          b.heap->kind(), b.region->plain ? b.region->range.begin : DeviceAddr{}, b.use.tag};
+}
+
+}  // namespace
+
+// Everything that the books know.
+MemoryFigures DeviceAllocator::figures() const {
+  const Stats& stats = books_.stats;
+  MemoryFigures v;
+  v.cap = cap();
+  v.reserved = current(stats.reserved_bytes);
+  v.live = current(stats.allocated_bytes);
+  v.pending = current(stats.active_bytes) - v.live;
+  v.held = current(stats.inactive_split_bytes);
+  Bytes filling;
+  for (const auto& [key, set] : sets_) {
+    for_each_block(*set, [&](const Block& b) {
+      if (b.state == BlockState::kFilling) filling += b.size;
+      if (b.state == BlockState::kReady) {
+        v.largest_free = std::max(v.largest_free, b.size);
+        if (set->is_private) v.idle_private += b.size - b.held;
+      }
+      if (set->is_private && b.state != BlockState::kVoid) v.in_private_pools += b.size;
+    });
+  }
+  const auto add_pending = [&](const IdleList& list) {
+    list.for_each([&](const Handle* h) {
+      if (!h->last_use.complete()) v.idle_pending += h->size();
+    });
+  };
+  add_pending(books_.handles.loose());
+  for (const HeapSet* set : default_sets_) {
+    add_pending(set->idle);
+    for (const HeapKind kind : {HeapKind::kPlainSmall, HeapKind::kPlainLarge}) {
+      const Heap* heap = set->heap_if_any(kind);
+      if (heap == nullptr) continue;
+      for (const Region* region : heap->regions()) {  // segments wait in no list
+        const Mapping* segment = region->mapping_at(region->range.begin);
+        if (segment->uses == 0 && !segment->last_use.complete()) v.idle_pending += segment->size();
+      }
+    }
+  }
+  // A request of another thread that is inside the driver right now counts as live.
+  const Bytes accounted = v.live + v.pending + v.held + v.idle_private + v.idle_pending;
+  const Bytes rest = v.reserved - std::min(v.reserved, accounted);
+  const Bytes in_flight = std::min(filling, rest);
+  v.live += in_flight;
+  v.idle = rest - in_flight;
+  return v;
+}
+
+void DeviceAllocator::add_device(MemoryFigures& v,
+                                 const std::optional<DeviceMemory>& memory) const {
+  // Asked a moment apart from the books, so the two can contradict each other.
+  if (!memory || memory->total < memory->free + v.reserved) return;
+  v.device_known = true;
+  v.device_total = memory->total;
+  v.device_free = memory->free;
+  v.others = memory->total - memory->free - v.reserved;
+}
+
+MemoryFigures DeviceAllocator::memory_figures() {
+  std::optional<DeviceMemory> memory;
+  if (!shut_down_) {
+    if (const auto m = driver_.memory(); m.ok()) memory = m.value();
+  }
+  MutexLock lock(mu_);
+  MemoryFigures v = figures();
+  add_device(v, memory);
+  return v;
+}
+
+Bytes DeviceAllocator::take_interval_peak() {
+  MutexLock lock(mu_);
+  const Bytes peak = interval_peak_;
+  interval_peak_ = current(books_.stats.allocated_bytes);
+  return peak;
+}
+
+bool DeviceAllocator::owns(DeviceAddr address) const {
+  if (addresses_.contains(address)) return true;
+  MutexLock lock(mu_);  // plain memory may lie anywhere
+  return books_.arena.region_of(address) != nullptr;
+}
+
+std::vector<BlockInfo> DeviceAllocator::blocks() const {
+  MutexLock lock(mu_);
+  std::vector<BlockInfo> out;
+  for (const auto& [key, set] : sets_) {
+    for_each_block(*set, [&](const Block& b) {
+      if (b.state != BlockState::kVoid) out.push_back(describe(b));
+    });
+  }
+  std::sort(out.begin(), out.end(),
+            [](const BlockInfo& a, const BlockInfo& b) { return a.address < b.address; });
+  return out;
+}
+
+std::optional<BlockInfo> DeviceAllocator::find_block(DeviceAddr address) const {
+  MutexLock lock(mu_);
+  const Block* b = books_.arena.find(address, books_.blocks);
+  if (b == nullptr || b->state != BlockState::kLive) return std::nullopt;
+  return describe(*b);
+}
+
+std::optional<std::string> DeviceAllocator::validate() const {
+  MutexLock lock(mu_);
+  Bytes live, pending, held, requested;
+  std::uint64_t live_count = 0;
+  bool filling = false;
+  for (const auto& [key, set] : sets_) {
+    for (const auto& heap : set->heaps) {
+      if (heap == nullptr) continue;
+      if (auto broken = heap->validate()) return broken;
+    }
+    for_each_block(*set, [&](const Block& b) {
+      switch (b.state) {
+        case BlockState::kLive:
+          live += b.size;
+          requested += b.use.requested;
+          ++live_count;
+          break;
+        case BlockState::kPending:
+          pending += b.size;
+          requested += b.use.requested;
+          break;
+        case BlockState::kReady: held += b.held; break;
+        case BlockState::kFilling: filling = true; break;
+        case BlockState::kVoid: break;
+      }
+    });
+  }
+  const Stats& s = books_.stats;
+  if (live != current(s.allocated_bytes)) return "allocated_bytes is not the sum of live blocks";
+  if (live_count != static_cast<std::uint64_t>(s.allocation.all().current)) {
+    return "the allocation count is not the number of live blocks";
+  }
+  if (live + pending != current(s.active_bytes)) return "active_bytes is not live + pending";
+  if (requested != current(s.requested_bytes)) return "requested_bytes is not the sum of requests";
+  if (held != current(s.inactive_split_bytes)) return "inactive_split_bytes is not the held bytes";
+
+  Bytes reserved, idle;
+  std::uint64_t dormant = 0;
+  const char* broken = nullptr;
+  books_.handles.for_each([&](const Handle* h) {
+    reserved += h->size();
+    if (!h->busy()) idle += h->size();
+    std::uint32_t aliases = 0;
+    for (const Mapping* m = h->aliases; m != nullptr; m = m->next_alias) {
+      ++aliases;
+      if (m->is_home()) continue;
+      ++dormant;
+      if (m->uses != 0) broken = "a dormant alias is in use";
+    }
+    if (aliases != h->alias_count) broken = "alias_count is not the number of mappings";
+    if (h->busy() && h->idle_list != nullptr) broken = "(5) a handle is idle and in use";
+  });
+  if (broken != nullptr) return broken;
+  // While a request is inside the driver, what it works on is not in these sums.
+  if (filling) return std::nullopt;
+  if (dormant != s.dormant_aliases) return "the count of dormant aliases is wrong";
+  if (reserved != current(s.reserved_bytes)) return "reserved_bytes is not the sum of the handles";
+  if (live + pending + held + idle != reserved) return "reserved is not live + pending + held + idle";
+  for (const StatArray* a : {&s.allocation, &s.segment, &s.active, &s.inactive_split,
+                             &s.allocated_bytes, &s.reserved_bytes, &s.active_bytes,
+                             &s.inactive_split_bytes, &s.requested_bytes}) {
+    const auto now = [&](int part) { return a->part[static_cast<std::size_t>(part)].current; };
+    if (now(0) != now(1) + now(2)) return "small and large do not add up to all";
+    for (const Stat& stat : a->part) {
+      if (stat.current < 0 || stat.current > stat.peak) return "a figure is negative or above its peak";
+      if (stat.allocated - stat.freed > stat.peak) return "allocated - freed is above the peak";
+    }
+  }
+  return std::nullopt;
+}
+
+DeviceAllocator::~DeviceAllocator() {
+  if (shut_down_) {
+    books_.arena.abandon();
+    return;
+  }
+  const RelaxedCapture relaxed(driver_);
+  close_epochs();  // frees without an event yet: their work may still run
+  // Nobody else is here any more; the driver's answers do not matter: it is the end either way.
+  std::vector<EventId> events;
+  for (Timeline* line : timeline_list_) {
+    while (line->has_fences()) {
+      events.push_back(line->oldest().event);
+      line->drop_oldest();
+    }
+  }
+  for (const EventId event : events) {
+    (void)driver_.wait(event);
+    driver_.recycle(event);
+  }
+  books_.handles.for_each([&](Handle* h) {
+    if (h->driver == HandleId{}) {
+      (void)driver_.free(h->home->begin);
+      return;
+    }
+    for (const Mapping* m = h->aliases; m != nullptr; m = m->next_alias) {
+      (void)driver_.unmap({m->begin, h->size()});
+    }
+    (void)driver_.release(h->driver);
+  });
+}
+
+}  // namespace gpumemx

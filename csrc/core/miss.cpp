@@ -1,0 +1,413 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// What happens when no memory is ready for a request: find places, plan, and carry out a plan.
+//
+// Carrying out has three steps. The books are changed first, so that nobody else can use what the
+// plan uses; then the driver is called without the books' lock; then the block is finished, or, when
+// a call failed, everything that was got stays as free memory and the rest is put back.
+#include <algorithm>
+#include <utility>
+
+#include "base/check.hpp"
+#include "core/allocator.hpp"
+#include "core/planted.hpp"
+
+namespace gpumemx {
+
+namespace {
+
+// After this many requests in a row whose mapping failed (not for want of memory), virtual memory is
+// taken to be broken on this machine and everything goes on in plain mode.
+constexpr int kVmFailuresUntilPlain = 6;
+// Failed plans for one request before it is served in plain mode.
+constexpr int kPlanFailures = 3;
+
+Error out_of_addresses(Bytes size) {
+  return {Errc::kOutOfAddressSpace, size, "the device's address space is used up"};
+}
+
+}  // namespace
+
+AllocResult DeviceAllocator::allocate_slow(const AllocRequest& request, Bytes size) {
+  const RelaxedCapture relaxed(driver_);
+  int attempt = 0;
+  bool asked = false;
+  std::optional<Error> error;
+  do {
+    close_epochs();
+    MutexLock work(work_mu_);
+    poll();
+    (void)refresh_capacity(/*only_if_tight=*/true);
+    MutexLock books(mu_);
+    dissolve_released_pools(books);
+    HeapSet& set = heap_set(request.stream, request.pool);
+    Served served = serve(set, size, request.size, books);
+    if (served.block != nullptr) return hand_out(served.block, request);
+    error = std::move(served.error);
+  } while (make_room(request, attempt, asked));
+  return fail(request, size, error);
+}
+
+// Near the capacity, what others on the device have taken or given back decides what can be had. True
+// when there is more than was known.
+bool DeviceAllocator::refresh_capacity(bool only_if_tight) {
+  Bytes reserved;
+  {
+    MutexLock lock(mu_);
+    if (only_if_tight && !policy({}).tight()) return false;
+    reserved = {static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
+  }
+  const auto memory = driver_.memory();
+  if (!memory.ok()) return false;
+  MutexLock lock(mu_);
+  const Bytes before = std::exchange(device_capacity_, reserved + memory.value().free);
+  return device_capacity_ > before;
+}
+
+DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes requested,
+                                               MutexLock& books) {
+  if (Block* block = take_hit(set, size, false)) {  // another thread may have made room meanwhile
+    ++books_.stats.paths.hits;
+    return {block, std::nullopt};
+  }
+  ++books_.stats.paths.misses;
+  if (wants_plain(set)) return serve_plain(set, size, books);
+
+  if (books_.handles.mappings() > options_.max_mappings) drop_complete_aliases(books);
+  Heap& heap = set.heap(heap_kind(size, false, options_), books_);
+  MissPlanner planner(default_sets_, books_.handles);
+  std::optional<Error> error;
+  Bytes limit{~0ull};  // what the driver has just refused to go beyond
+  int failures = 0;
+  bool exceed_budget = false;
+  for (;;) {
+    const bool has_addresses = heap.open_end(size);
+    if (!has_addresses && heap.regions().empty()) break;
+    Policy now = policy(requested);
+    now.capacity = std::min(now.capacity, limit);
+    bool carried_out = false;
+    int tries = 0;
+    for (const Candidate& candidate : search_.find(heap, size, now, books_.handles)) {
+      // In the end every place is tried: the fresh addresses of the open end always serve.
+      if (tries++ == options_.miss_tries && !exceed_budget) break;
+      const auto plan = planner.plan(heap, candidate, size, now, exceed_budget);
+      if (!plan) continue;
+      Served served = execute(*plan, books);
+      if (served.block != nullptr) {
+        if (candidate.run.n != ~0ull) ++books_.stats.paths.holes;
+        vm_failures_ = 0;
+        return served;
+      }
+      error = std::move(served.error);
+      carried_out = true;
+      break;  // the books were open to others meanwhile: look again
+    }
+    if (carried_out) {
+      if (Block* block = take_hit(set, size, false)) return {block, std::nullopt};
+      if (error->code == Errc::kShuttingDown) return {nullptr, error};
+      if (error->code == Errc::kOutOfMemory) {
+        limit = {static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
+        device_capacity_ = std::min(device_capacity_, limit);
+      } else {
+        drop_complete_aliases(books);  // the driver may hold all the mappings that it can
+      }
+      if (++failures < kPlanFailures) continue;
+      if (error->code == Errc::kOutOfMemory) return {nullptr, error};
+      if (++vm_failures_ >= kVmFailuresUntilPlain) plain_mode_ = true;
+      return serve_plain(set, size, books);
+    }
+    // Rather a wasteful place that is ready than memory beyond the budget.
+    if (Block* block = take_hit(set, size, true)) return {block, std::nullopt};
+    if (exceed_budget) {
+      if (error || has_addresses) return {nullptr, error};
+      break;
+    }
+    exceed_budget = true;
+  }
+  // No addresses are left, or there never were any; ordinary device allocations need none.
+  Served served = serve_plain(set, size, books);
+  if (served.block == nullptr && !served.error) served.error = out_of_addresses(size);
+  return served;
+}
+
+DeviceAllocator::Served DeviceAllocator::execute(const MissPlan& plan, MutexLock& books) {
+  Heap& heap = *plan.heap;
+  PathCounts& paths = books_.stats.paths;
+  const bool pinned = heap.set().is_private;
+  std::vector<Unmap> unmaps;
+  std::vector<Handle*> victims;
+  std::vector<PieceWork> work;
+
+  // 1. The books: from here on nobody else uses what the plan uses.
+  for (Mapping* alias : plan.switches) {
+    heap.make_home(alias);
+    ++paths.alias_switches;
+  }
+  for (Mapping* stale : plan.stale) {
+    drop_alias(stale, unmaps);
+    ++paths.repointed;
+  }
+  Bytes reserved{static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
+  for (const Piece& piece : plan.pieces) {
+    work.push_back({piece, {}, false});
+    if (Handle* handle = piece.handle) {
+      ++(handle->idle_list == &heap.set().idle         ? paths.harvested_own
+         : handle->idle_list == &books_.handles.loose() ? paths.harvested_loose
+                                                        : paths.harvested_other);
+      if (handle->home != nullptr) Heap::leave_home(handle);
+      handle->idle_list->remove(handle);
+      if (options_.background) {
+        if (handle->alias_count >= static_cast<std::uint32_t>(options_.max_aliases)) {
+          crowded_.push_back(handle->id);
+        }
+      } else {
+        while (handle->alias_count >= static_cast<std::uint32_t>(options_.max_aliases)) {
+          Mapping* oldest = oldest_droppable(*handle);
+          if (oldest == nullptr) break;
+          drop_alias(oldest, unmaps);
+          ++paths.aliases_dropped;
+        }
+      }
+    } else {
+      reserved += kPage * piece.pages;
+    }
+    if (Handle* victim = piece.victim) {
+      ++paths.recut;
+      if (victim->home != nullptr) Heap::leave_home(victim);
+      victim->idle_list->remove(victim);
+      if (options_.background && reserved <= std::min(cap(), device_capacity_)) {
+        victim->pinned = true;  // nobody takes it until maintain() releases it
+        doomed_.push_back(victim);
+      } else {
+        victims.push_back(victim);
+        reserved -= victim->size();
+        while (victim->aliases != nullptr) drop_alias(victim->aliases, unmaps);
+      }
+    }
+  }
+  Block* filling = heap.begin_fill(plan.fill_begin, plan.fill_end);
+
+  // 2. The driver.
+  books.unlock();
+  std::optional<Error> error = unmap_all(unmaps);
+  std::size_t released = 0;
+  for (; !error && released < victims.size(); ++released) {
+    const Status done = driver_.release(victims[released]->driver);
+    if (!done.ok()) {
+      error = done.error();
+      break;
+    }
+  }
+  if (!error) error = map_pieces(work);
+  books.lock();
+
+  // 3. The books again, with what there is now.
+  for (std::size_t i = 0; i < victims.size(); ++i) {
+    if (i < released) {
+      books_.stats.reserved_bytes.sub(victims[i]->small, victims[i]->size().n);
+      ++books_.stats.num_device_free;
+      books_.handles.remove(victims[i]);
+    } else {
+      books_.handles.loose().push(victims[i]);
+    }
+  }
+  for (const PieceWork& w : work) {
+    Handle* handle = w.piece.handle;
+    if (w.created != HandleId{}) {
+      handle = books_.handles.add(w.created, w.piece.pages);
+      handle->small = is_small(heap.kind());
+      books_.stats.reserved_bytes.add(handle->small, handle->size().n);
+      ++books_.stats.num_device_alloc;
+      ++paths.created;
+    }
+    if (handle == nullptr) continue;  // not even created
+    if (w.mapped) {
+      handle->pinned = pinned;
+      heap.install(filling, handle, w.piece.at);
+    } else {
+      books_.handles.loose().push(handle);
+    }
+  }
+  if (error) {
+    ++paths.rollbacks;
+    heap.cancel_fill(filling);
+    restore(unmaps);  // not earlier: the filling does not count as their user
+    return {nullptr, error};
+  }
+  return {heap.finish_fill(filling, plan.at, plan.size), std::nullopt};
+}
+
+// Creates and maps what the pieces need. On failure some are mapped and some are not.
+std::optional<Error> DeviceAllocator::map_pieces(std::vector<PieceWork>& work) {
+  for (PieceWork& w : work) {
+    HandleId handle{};
+    if (w.piece.handle != nullptr) {
+      handle = w.piece.handle->driver;
+    } else {
+      const auto created = driver_.create(kPage * w.piece.pages);
+      if (!created.ok()) return created.error();
+      handle = w.created = created.value();
+    }
+    const AddrRange range{w.piece.at, kPage * w.piece.pages};
+    const Status mapped = driver_.map(range, handle);
+    if (!mapped.ok()) return mapped.error();
+    const Status usable = driver_.set_access(range);
+    if (!usable.ok()) {
+      if (!planted(Fault::kRollbackForgets)) {
+        // The address would be lost if this failed too; it can't be used, so nothing would break.
+        (void)driver_.unmap(range);
+      }
+      // "Out of memory" here means that the driver holds all the mappings it can.
+      Error error = usable.error();
+      if (error.code == Errc::kOutOfMemory) error.code = Errc::kDriverFailure;
+      return error;
+    }
+    w.mapped = true;
+  }
+  return std::nullopt;
+}
+
+DeviceAllocator::Served DeviceAllocator::serve_plain(HeapSet& set, Bytes size, MutexLock& books) {
+  Heap& heap = set.heap(heap_kind(size, true, options_), books_);
+  Bytes segment = plain_segment_size(size, heap.kind());
+  std::optional<Error> error;
+  // First the usual segment, then one as small as it can be, then that after giving back the cache.
+  for (int step = 0; step < 3; ++step) {
+    const Policy now = policy({});
+    if (step == 1) segment = round_up(size, kPage);
+    if (step == 2) {
+      const Bytes target = now.capacity < segment ? Bytes{} : now.capacity - segment;
+      const bool by_cap = now.reserved + segment > now.capacity;
+      const Bytes freed = release_idle(by_cap ? target : Bytes{}, books);
+      if (freed.n == 0) break;
+      ++books_.stats.num_alloc_retries;
+    }
+    const Bytes reserved{static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
+    if (reserved + segment > cap()) continue;
+    books.unlock();
+    const auto address = driver_.allocate(segment);
+    books.lock();
+    if (!address.ok()) {
+      error = address.error();
+      if (error->code == Errc::kShuttingDown) break;
+      continue;
+    }
+    Handle* handle = books_.handles.add(HandleId{}, Policy::pages(segment));
+    handle->small = is_small(heap.kind());
+    books_.stats.reserved_bytes.add(handle->small, segment.n);
+    ++books_.stats.num_device_alloc;
+    ++books_.stats.paths.plain_segments;
+    heap.add_segment({address.value(), segment}, handle);
+    return {heap.take(heap.regions().back()->first, address.value(), size), std::nullopt};
+  }
+  // Others may have given something back while the driver was asked.
+  if (Block* block = take_hit(set, size, true)) return {block, std::nullopt};
+  return {nullptr, error};
+}
+
+// The request can't be served as things stand. Waits for work, frees, or asks others; true when it
+// is worth another try.
+bool DeviceAllocator::make_room(const AllocRequest& request, int& attempt, bool& asked) {
+  if (shut_down_) return false;
+  {
+    const MutexLock work(work_mu_);
+    MutexLock books(mu_);
+    if (release_doomed(books)) return true;  // left for maintain(), but wanted now
+  }
+  if (attempt == 0) {
+    attempt = 1;
+    const MutexLock work(work_mu_);
+    if (refresh_capacity(/*only_if_tight=*/false)) return true;
+  }
+  if (wait_for_oldest()) return true;
+  if (attempt == 1) {
+    attempt = 2;
+    const MutexLock work(work_mu_);
+    MutexLock books(mu_);
+    const bool pools = dissolve_released_pools(books);
+    // Plain segments can't be harvested; they only help by going away.
+    const bool plain = captures_.load() == 0 && release_idle_plain({}, books).n > 0;
+    if (pools || plain) {
+      ++books_.stats.num_alloc_retries;
+      return true;
+    }
+  }
+  if (asked) return false;
+  asked = true;
+  std::vector<Observer*> observers;
+  PressureInfo info{request.size, request.stream.ref, request.pool, /*attempt=*/1, {}, {}};
+  if (const auto memory = driver_.memory(); memory.ok()) info.device_free = memory.value().free;
+  {
+    MutexLock lock(mu_);
+    observers = observers_;
+    info.cached = figures().idle;
+    books_.stats.paths.callbacks += observers.size();
+  }
+  bool freed = false;
+  for (Observer* observer : observers) freed = observer->on_pressure(info) || freed;
+  if (!freed) return false;
+  attempt = 0;
+  MutexLock lock(mu_);
+  ++books_.stats.num_alloc_retries;
+  return true;
+}
+
+namespace {
+
+OomCause cause_of(const OomVerdict& v, bool capturing, bool shutting_down) {
+  if (shutting_down) return OomCause::kShuttingDown;
+  if (v.device_known ? v.block > v.device_total : v.requested > kMaxRequest) {
+    return OomCause::kNonsenseSize;
+  }
+  const bool has_cap = !v.device_known || v.cap < v.device_total;
+  const bool capped = has_cap && v.reserved + v.block > v.cap;
+  if (capped && v.live + v.block > v.cap) return OomCause::kCapped;
+  const Bytes reachable = v.idle + (capped ? Bytes{} : v.device_free);
+  if (capturing && v.pending + v.idle_pending + reachable >= v.block) {
+    return OomCause::kDuringCapture;
+  }
+  if (v.device_free >= v.block && !capped) return OomCause::kDriverRefused;
+  if (reachable + v.pending + v.idle_pending >= v.block) return OomCause::kPendingOnStreams;
+  if (reachable + v.idle_private >= v.block) return OomCause::kHeldByPools;
+  if (reachable + v.held >= v.block) return OomCause::kFragmented;
+  if (capped) return OomCause::kCapped;
+  // A context and its libraries are "others" too, but nobody's fault.
+  const bool many_others = v.others > Bytes{v.device_total.n / 20};
+  const Bytes used = v.live + v.pending;
+  if (many_others && used + v.block <= v.device_total) return OomCause::kOtherUsers;
+  return OomCause::kFull;
+}
+
+}  // namespace
+
+AllocResult DeviceAllocator::fail(const AllocRequest& request, Bytes size,
+                                  const std::optional<Error>& error) {
+  auto verdict = std::make_unique<OomVerdict>();
+  std::vector<Observer*> observers;
+  const bool gone = shut_down_ || (error && error->code == Errc::kShuttingDown);
+  std::optional<DeviceMemory> memory;
+  if (!gone) {
+    if (const auto m = driver_.memory(); m.ok()) memory = m.value();
+  }
+  {
+    MutexLock lock(mu_);
+    static_cast<MemoryFigures&>(*verdict) = figures();
+    add_device(*verdict, memory);
+    verdict->requested = request.size;
+    verdict->block = size;
+    verdict->stream = request.stream.ref;
+    verdict->pool = request.pool;
+    if (error) verdict->driver_said = error->where + ": " + to_string(error->code);
+    verdict->cause = cause_of(*verdict, captures_.load() > 0, gone);
+    ++books_.stats.num_ooms;
+    if (books_.history.on()) {
+      books_.history.push({EventKind::kOutOfMemory, {verdict->device_free.n}, size,
+                           request.stream.ref, request.pool, request.tag, request.context});
+    }
+    observers = observers_;
+  }
+  for (Observer* observer : observers) observer->on_out_of_memory(*verdict);
+  return {{}, size, std::move(verdict)};
+}
+
+}  // namespace gpumemx

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The records that the core is made of, and how they point at each other:
+//
+//   Block    a range of addresses of one region: in use, or free
+//   Region   addresses that a heap took from the arena (or one plain device allocation)
+//   Mapping  one handle at one place of a region: its standing place, or a dormant alias of it
+//   Handle   physical memory, with all its mappings
+//
+// Invariants, checked by Heap::validate():
+//   (1) The blocks of a region tile it: each begins where the one before it ends.
+//   (2) No two neighbours are both kReady or both kVoid.
+//   (3) Every page under a block that is kReady, kLive or kPending has a mapping, which is its
+//       handle's home; kVoid blocks are whole pages, none of which is anybody's home.
+//   (4) Mapping::uses is the number of kLive and kPending (and kFilling) blocks that it touches.
+//   (5) A handle is in an idle list exactly when it is not pinned and its home (if any) has no uses.
+//
+// A handle is used at one address at a time, its home. Where it stood before it may stay mapped as a
+// dormant alias: work that is queued there still runs on the same memory, and the address can become
+// the home again without a driver call.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/units.hpp"
+#include "core/size_classes.hpp"
+#include "core/timeline.hpp"
+
+namespace gpumemx {
+
+class Heap;
+class IdleList;
+struct Handle;
+struct Mapping;
+struct Region;
+
+enum class BlockState : std::uint8_t {
+  kVoid,     // free addresses without memory (there may be dormant aliases)
+  kReady,    // free, and memory stands behind every byte
+  kFilling,  // taken by a miss that is still getting memory from the driver
+  kLive,     // given to the caller
+  kPending,  // freed by the caller, still in use by streams that were recorded on it
+};
+const char* to_string(BlockState state);
+
+// What the caller attached to a block. Empty for free blocks.
+struct BlockUse {
+  Bytes requested;
+  std::uint64_t tag = 0;                // the caller's; later features hang on it
+  std::shared_ptr<const void> context;  // opaque; handed to the history
+  std::vector<Timeline*> others;        // streams recorded on it, besides its own
+};
+
+struct Block {
+  DeviceAddr begin;
+  Bytes size;
+  Block* prev = nullptr;  // neighbours in the region, by address
+  Block* next = nullptr;
+  Block* list_prev = nullptr;  // kReady: the bin of the free index; kVoid: the heap's voids
+  Block* list_next = nullptr;
+  Heap* heap = nullptr;
+  Region* region = nullptr;
+  Bytes held;  // kReady: bytes on handles that are in use, which therefore can't be given back
+  std::uint32_t id = 0;
+  BlockState state = BlockState::kVoid;
+  BlockUse use;
+
+  DeviceAddr end() const { return begin + size; }
+  bool is_free() const { return state == BlockState::kReady || state == BlockState::kVoid; }
+};
+
+struct Mapping {
+  DeviceAddr begin;
+  Handle* handle = nullptr;
+  Region* region = nullptr;
+  Heap* heap = nullptr;
+  Mapping* next_alias = nullptr;  // the handle's other mappings
+  Stamp last_use;                 // of this address
+  std::uint64_t mark = 0;         // the plan that drops this mapping
+  std::uint32_t uses = 0;
+  std::uint32_t id = 0;
+
+  bool is_home() const;
+  Bytes size() const;
+  DeviceAddr end() const { return begin + size(); }
+};
+
+struct Handle {
+  HandleId driver{};  // none for plain segments, which are freed by address
+  std::uint32_t pages = 0;
+  std::uint32_t alias_count = 0;  // mappings, home included
+  Mapping* home = nullptr;
+  Mapping* aliases = nullptr;  // all mappings, home included
+  Stamp last_use;              // of the memory, at whichever address
+  IdleList* idle_list = nullptr;  // where it waits while it is idle
+  Handle* idle_prev = nullptr;
+  Handle* idle_next = nullptr;
+  std::uint64_t idle_since = 0;  // serial number; orders idle lists
+  std::uint64_t mark = 0;        // the search or plan that has looked at this handle
+  std::uint32_t id = 0;
+  bool pinned = false;  // in a private pool or a plain segment: never moved while that lives
+  bool small = false;   // counts as small in torch's statistics
+
+  Bytes size() const { return kPage * pages; }
+  bool busy() const { return home != nullptr && home->uses > 0; }
+};
+
+inline bool Mapping::is_home() const { return handle->home == this; }
+inline Bytes Mapping::size() const { return handle->size(); }
+
+}  // namespace gpumemx

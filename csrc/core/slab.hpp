@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Records that never move and are used again: an allocator must not call the host's malloc on every
+// operation, and pointers between records must stay valid. A record also has a 32-bit number, half a
+// pointer, for the large tables.
+//
+// Not thread-safe: used under its owner's lock.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace gpumemx {
+
+// T has a public member `std::uint32_t id`, which the slab sets; number 0 is never given.
+template <class T>
+class Slab {
+ public:
+  T* acquire() {
+    if (free_.empty()) grow();
+    T* record = free_.back();
+    free_.pop_back();
+    return record;
+  }
+
+  // Resets the record to T{}, so that nothing it owned outlives it.
+  void release(T* record) {
+    const std::uint32_t id = record->id;
+    *record = T{};
+    record->id = id;
+    free_.push_back(record);
+  }
+
+  T* at(std::uint32_t id) const { return &chunks_[id / kChunk][id % kChunk]; }
+
+  // Visits every record, in use or not, in the order of their numbers.
+  template <class Visit>
+  void for_each(Visit visit) const {
+    for (const auto& chunk : chunks_) {
+      for (std::uint32_t i = 0; i < kChunk; ++i) visit(&chunk[i]);
+    }
+  }
+
+ private:
+  static constexpr std::uint32_t kChunk = 1024;
+
+  void grow() {
+    const auto first = static_cast<std::uint32_t>(chunks_.size()) * kChunk;
+    chunks_.push_back(std::make_unique<T[]>(kChunk));
+    T* chunk = chunks_.back().get();
+    free_.reserve(chunks_.size() * kChunk);
+    // Pushed downwards, so that records come out in the order of their numbers.
+    for (std::uint32_t i = kChunk; i-- > 0;) {
+      chunk[i].id = first + i;
+      if (first + i != 0) free_.push_back(&chunk[i]);
+    }
+  }
+
+  std::vector<std::unique_ptr<T[]>> chunks_;
+  std::vector<T*> free_;
+};
+
+}  // namespace gpumemx

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// How far a stream has come, as far as the allocator needs to know.
+//
+// A stream's life is cut into epochs by the events that the allocator records on it. A use of memory
+// is stamped with the epoch in which it ended (the free). An event recorded at the end of epoch e is
+// reached only after all work queued in epochs <= e, so:
+//
+//   (1) done() <= e is false for every stamp whose work may still run: a stamp is complete exactly
+//       when its epoch <= done().
+//   (2) The epoch is advanced *before* its event is recorded, under the allocator's lock; frees that
+//       come between the two carry the next epoch and wait for a later event. (Recording first would
+//       let the event cover a free, and work queued before it, that it was recorded ahead of.)
+//
+// So one event covers any number of frees, and an event is recorded only when somebody will ask.
+//
+// Not thread-safe: guarded by the allocator's lock; the driver is called outside of it.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+
+#include "base/units.hpp"
+
+namespace gpumemx {
+
+// A stream as the caller knows it. On streams that live as long as the process (torch's own) events
+// are recorded lazily; any other may be destroyed at any time after a free, so there the event is
+// recorded at the free.
+struct StreamInfo {
+  StreamRef ref;
+  bool permanent = true;
+};
+
+class Timeline {
+ public:
+  explicit Timeline(StreamInfo stream) : stream_(stream) {}
+
+  const StreamInfo& stream() const { return stream_; }
+  std::uint64_t epoch() const { return epoch_; }
+  std::uint64_t done() const { return done_; }
+
+  // A free of `size` bytes happened in the current epoch. Returns how much the epoch holds now.
+  void note_free(Bytes size) {
+    ++open_frees_;
+    open_bytes_ += size;
+  }
+  std::uint32_t open_frees() const { return open_frees_; }
+  Bytes open_bytes() const { return open_bytes_; }
+
+  // Ends the current epoch and returns its number, for which the caller now records an event.
+  std::uint64_t advance();
+  // The event that the caller recorded for `epoch`, with a serial number that orders all events of
+  // the device. An epoch whose event could not be recorded is covered by the next one.
+  void add_fence(std::uint64_t epoch, EventId event, std::uint64_t serial);
+  // The event could not be recorded: its frees count as open again, so that a later event is.
+  void reopen(std::uint32_t frees, Bytes bytes);
+  // Whether that was because the stream is capturing: when the capture ends, it still exists.
+  bool is_captured() const { return is_captured_; }
+  void set_captured(bool captured) { is_captured_ = captured; }
+
+  struct Fence {
+    std::uint64_t epoch = 0;
+    EventId event{};
+    std::uint64_t serial = 0;
+    int waiters = 0;  // threads in wait() on it; it must not be recycled meanwhile
+  };
+  bool has_fences() const { return !fences_.empty(); }
+  std::size_t fences() const { return fences_.size(); }
+  Fence& oldest() { return fences_.front(); }  // REQUIRES: has_fences()
+  Fence* newest() { return fences_.empty() ? nullptr : &fences_.back(); }
+  void drop_oldest() { fences_.pop_front(); }
+  Fence* find(EventId event);
+  // The oldest event that is not known to be reached, or null. A reached one stays in front of it
+  // while somebody waits for that.
+  Fence* oldest_open();
+
+  // The event of `epoch` was reached, and with it all before.
+  void reached(std::uint64_t epoch) {
+    if (epoch > done_) done_ = epoch;
+  }
+  // An event of an epoch that is done and that nobody waits on: removed, to be recycled.
+  std::optional<EventId> pop_reached();
+
+ private:
+  StreamInfo stream_;
+  std::uint64_t epoch_ = 1;
+  std::uint64_t done_ = 0;
+  std::uint32_t open_frees_ = 0;
+  Bytes open_bytes_;
+  bool is_captured_ = false;
+  std::deque<Fence> fences_;
+};
+
+// The end of a use of memory: nothing, or an epoch of a stream.
+struct Stamp {
+  Timeline* timeline = nullptr;
+  std::uint64_t epoch = 0;
+
+  bool complete() const { return timeline == nullptr || epoch <= timeline->done(); }
+};
+
+}  // namespace gpumemx

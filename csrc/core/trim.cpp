@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Giving memory back to the device: all that is idle, one released pool's, or down to a target.
+#include <algorithm>
+
+#include "core/allocator.hpp"
+#include "core/planted.hpp"
+
+namespace gpumemx {
+
+TrimReport DeviceAllocator::trim(const TrimRequest& request) {
+  TrimReport report;
+  if (shut_down_) return report;
+  const RelaxedCapture relaxed(driver_);
+  if (request.wait) wait_for_idle_memory();
+  close_epochs();
+  const MutexLock work(work_mu_);
+  poll();
+  MutexLock books(mu_);
+  const auto reserved = [&] {
+    return Bytes{static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
+  };
+  const Bytes before = reserved();
+  (void)release_doomed(books);
+  Bytes target = request.target;
+  if (request.pool) {
+    // What one pool had becomes loose when it is dissolved; as much goes back.
+    const Bytes loose_before = books_.handles.loose().bytes();
+    dissolve_released_pools(books);
+    const Bytes loose = books_.handles.loose().bytes();
+    const Bytes from_pool = loose > loose_before ? loose - loose_before : Bytes{};
+    target = std::max(target, reserved() > from_pool ? reserved() - from_pool : Bytes{});
+  } else {
+    dissolve_released_pools(books);
+  }
+  (void)release_idle(target, books);
+
+  // A later phase of the program grows anew: up to its own peak, not to that of an earlier one.
+  if (!request.pool && request.target.n == 0) {
+    peak_live_ = {static_cast<std::uint64_t>(books_.stats.requested_bytes.all().current)};
+  }
+  const MemoryFigures now = figures();
+  report.released = before - std::min(before, now.reserved);
+  report.live = now.live + now.pending;
+  report.held = now.held;
+  report.pending = now.idle_pending;
+  report.pools = now.idle_private;
+  report.wanted = now.idle;
+  return report;
+}
+
+// Waits for the last event of every stream, so that what is idle now is complete afterwards.
+void DeviceAllocator::wait_for_idle_memory() {
+  if (captures_.load() > 0) return;
+  close_epochs(/*also_captured=*/false, /*beyond_limit=*/true);
+  struct Last {
+    Timeline* line;
+    Timeline::Fence fence;
+  };
+  std::vector<Last> lasts;
+  {
+    MutexLock lock(mu_);
+    for (Timeline* line : timeline_list_) {
+      Timeline::Fence* fence = line->newest();
+      if (fence == nullptr || fence->epoch <= line->done()) continue;
+      ++fence->waiters;
+      lasts.push_back({line, *fence});
+    }
+  }
+  for (const Last& last : lasts) (void)wait_for(*last.line, last.fence.event, last.fence.epoch);
+}
+
+// Releases idle handles, loose ones first, then those idle longest, until reserved is at most
+// `target`. Returns how much went.
+Bytes DeviceAllocator::release_idle(Bytes target, MutexLock& books) {
+  const auto reserved = [&] {
+    return Bytes{static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
+  };
+  const Bytes before = reserved();
+  const auto can_go = [](const Handle& h) {
+    if (planted(Fault::kReleaseEarly)) return true;
+    if (!h.last_use.complete()) return false;
+    for (const Mapping* m = h.aliases; m != nullptr; m = m->next_alias) {
+      if (!m->last_use.complete()) return false;
+    }
+    return true;
+  };
+  // One list at a time, gathered first: the books are open while the driver works.
+  const auto release_from = [&](IdleList& list) {
+    std::vector<Handle*> idle;
+    list.for_each([&](Handle* h) {
+      if (can_go(*h)) idle.push_back(h);
+    });
+    std::sort(idle.begin(), idle.end(),
+              [](const Handle* a, const Handle* b) { return a->idle_since < b->idle_since; });
+    for (Handle* h : idle) {
+      if (reserved() <= target) return;
+      // A hit may have taken it while the books were open.
+      if (h->idle_list != &list || !can_go(*h)) continue;
+      list.remove(h);
+      if (!release(h, books)) return;
+    }
+  };
+  release_from(books_.handles.loose());
+  for (std::size_t i = 0; i < default_sets_.size(); ++i) release_from(default_sets_[i]->idle);
+  if (captures_.load() == 0) (void)release_idle_plain(target, books);
+  return before - std::min(before, reserved());
+}
+
+Bytes DeviceAllocator::release_idle_plain(Bytes target, MutexLock& books) {
+  const auto reserved = [&] {
+    return Bytes{static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
+  };
+  const Bytes before = reserved();
+  for (std::size_t i = 0; i < default_sets_.size(); ++i) {
+    for (const HeapKind kind : {HeapKind::kPlainSmall, HeapKind::kPlainLarge}) {
+      Heap* heap = default_sets_[i]->heap_if_any(kind);
+      if (heap == nullptr) continue;
+      bool again = true;
+      while (again && reserved() > target) {
+        again = false;
+        for (Region* region : heap->regions()) {
+          Mapping* segment = region->mapping_at(region->range.begin);
+          if (segment->uses != 0 || !segment->last_use.complete()) continue;
+          again = release_plain(segment->handle, books);  // changes the list of regions
+          break;
+        }
+      }
+    }
+  }
+  return before - std::min(before, reserved());
+}
+
+}  // namespace gpumemx

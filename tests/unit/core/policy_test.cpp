@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "core/policy.hpp"
+
+#include <gtest/gtest.h>
+
+namespace gpumemx {
+namespace {
+
+constexpr std::uint64_t kEndless = 1ull << 20;
+
+class PolicyTest : public ::testing::Test {
+ protected:
+  Policy roomy() const { return {options_, 10_GiB, 8_GiB, 100_GiB}; }
+  Policy tight() const { return {options_, 80_GiB, 8_GiB, 100_GiB}; }
+  Options options_;
+};
+
+TEST_F(PolicyTest, IsTightFromTheGivenShareOfTheCapacity) {
+  EXPECT_FALSE((Policy{options_, {80_GiB - 1_B}, {}, 100_GiB}.tight()));
+  EXPECT_TRUE(tight().tight());
+}
+
+TEST_F(PolicyTest, TheBudgetIsThePeakAndTheSlackButNeverAboveTheCapacity) {
+  EXPECT_EQ(roomy().budget(), 8_GiB);
+  options_.slack = 0.5;
+  EXPECT_EQ(roomy().budget(), 12_GiB);
+  EXPECT_EQ((Policy{options_, {}, 80_GiB, 100_GiB}.budget()), 100_GiB);
+}
+
+TEST_F(PolicyTest, MemoryIsWorthMoreThanDriverTimeWhenItIsTight) {
+  EXPECT_EQ(roomy().price(HeapKind::kRest), 16);
+  EXPECT_EQ(roomy().price(HeapKind::kSmall), 16);
+  EXPECT_EQ(roomy().price(HeapKind::kPages), 4);
+  EXPECT_EQ(roomy().price(HeapKind::kBig), 4);
+  EXPECT_EQ(tight().price(HeapKind::kRest), 1);
+  EXPECT_EQ(tight().price(HeapKind::kBig), 1);
+  options_.tight_price = 9;  // never dearer than when it is not tight
+  EXPECT_EQ(tight().price(HeapKind::kBig), 4);
+}
+
+TEST_F(PolicyTest, AHitMayWasteLessWhenItIsTight) {
+  EXPECT_EQ(roomy().hit_waste(), 4_MiB);
+  EXPECT_EQ(tight().hit_waste(), 1_MiB);
+  options_.hit_waste = 512_KiB;
+  EXPECT_EQ(tight().hit_waste(), 512_KiB);
+}
+
+TEST_F(PolicyTest, SmallHeapsTakeSmallHandles) {
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kSmall, kEndless, 1_MiB), 1u);
+  options_.small_handle = 8_MiB;
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kSmall, 1, 1_MiB), 4u);
+}
+
+TEST_F(PolicyTest, AHandleIsAQuarterOfTheBlockWithinItsHeapsBounds) {
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kRest, kEndless, 3_MiB), 4u);     // at least 8 MiB
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kRest, kEndless, 70_MiB), 8u);    // 17.5 -> 16 MiB
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kRest, kEndless, 1_GiB), 16u);    // at most 32 MiB
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kPages, kEndless, 16_MiB), 4u);   // at least 8 MiB
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kBig, kEndless, 130_MiB), 16u);   // 32.5 -> 32 MiB
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kPages, kEndless, 2_GiB), 32u);   // at most 64 MiB
+}
+
+TEST_F(PolicyTest, HeapsThatFillTheirPagesTakeNoMoreThanTheGap) {
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kPages, 3, 16_MiB), 3u);
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kPages, 0, 16_MiB), 1u);
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kRest, 1, 3_MiB), 4u);
+}
+
+TEST_F(PolicyTest, HandlesAreSmallWhenMemoryIsTight) {
+  EXPECT_EQ(tight().handle_pages(HeapKind::kRest, kEndless, 1_GiB), 2u);
+  EXPECT_EQ(tight().handle_pages(HeapKind::kPages, kEndless, 1_GiB), 2u);
+  EXPECT_EQ(tight().handle_pages(HeapKind::kSmall, kEndless, 1_MiB), 1u);
+}
+
+}  // namespace
+}  // namespace gpumemx
