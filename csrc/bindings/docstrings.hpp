@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The texts of the module, NumPy style, apart from the glue.
+#pragma once
+
+namespace gpumemx::bindings {
+
+inline constexpr char kModuleDoc[] =
+    "The compiled part of gpumemx. Private: the public names are those of the package gpumemx.";
+
+inline constexpr char kParseBytesDoc[] = R"doc(
+Read a size as people write it.
+
+Parameters
+----------
+text : str
+    A number and a unit: ``"24GiB"``, ``"1.5 GiB"``, ``"512M"``, ``"1000000"`` (bytes). k, M, G, T
+    and P, with or without iB or B, are powers of 1024. Case and spaces do not matter.
+
+Returns
+-------
+int
+    Bytes.
+
+Raises
+------
+ValueError
+    The text is not a size, is negative, or has 63 bits or more.
+)doc";
+
+inline constexpr char kFormatBytesDoc[] = R"doc(
+Write a size as gpumemx's reports do: ``"512 B"``, ``"1.50 GiB"``.
+
+Parameters
+----------
+size : int
+    Bytes, 0 or more.
+
+Returns
+-------
+str
+    Binary units, two decimals from KiB on.
+)doc";
+
+inline constexpr char kBuildInfoDoc[] = R"doc(
+What this build is and what it was built with.
+
+Returns
+-------
+dict
+    * ``version``, ``compiler``, ``build_type`` : str
+    * ``sanitizers`` : str or None
+    * ``paranoid`` : bool, every structure is validated after every operation
+    * ``cuda_driver`` : bool, whether the driver layer for real devices is in
+    * ``cuda`` : str or None, the CUDA version of the headers that it was compiled against
+    * ``torch_adapter`` : bool, whether an adapter to torch was built together with it
+    * ``torch``, ``torch_cuda`` : str or None, the torch of the Python that was built for, and the
+      CUDA of that torch
+)doc";
+
+inline constexpr char kValidateTraceDoc[] = R"doc(
+Say what is wrong with a trace.
+
+Parameters
+----------
+op, size, time_us : numpy.ndarray of int64, one-dimensional, C-contiguous
+stream : numpy.ndarray of int16, one-dimensional, C-contiguous
+slots : int
+    See `Replay`.
+
+Returns
+-------
+str or None
+    The first mistake in one sentence with the event's index and the value; None when there is none.
+
+Raises
+------
+TypeError
+    An array has another type or shape (the message names it).
+)doc";
+
+inline constexpr char kReplayDoc[] = R"doc(
+A recorded run, fed to the allocator over a simulated device.
+
+Parameters
+----------
+op : numpy.ndarray of int64
+    ``k >= 0`` allocates into slot ``k``, ``~k`` frees what slot ``k`` holds.
+size : numpy.ndarray of int64
+    Bytes asked for; not looked at where ``op`` frees.
+stream : numpy.ndarray of int16
+    Index of the stream, 0 or more; not looked at where ``op`` frees.
+time_us : numpy.ndarray of int64
+    Microseconds from the first event, never going back.
+slots : int
+    Number of slots, at most 2**24.
+capacity : int or None
+    Memory of the simulated device in bytes; None for no limit.
+lag_ms : float
+    How long after it was queued work of a stream completes, in milliseconds, from 0 to 3.6e6.
+
+Raises
+------
+TypeError
+    An array has another type, is not one-dimensional or not C-contiguous (the message names it).
+ValueError
+    The trace is inconsistent (the message names the event and the value, as `validate_trace`), or
+    ``capacity`` or ``lag_ms`` is out of range.
+
+Notes
+-----
+Keeps references to the arrays: they must not be written to while it lives. The figures but the host
+time are the same on every machine, and after n events those of a trace that ends there. Several
+threads may use one object; their calls of `run` follow one another.
+)doc";
+
+inline constexpr char kRunDoc[] = R"doc(
+Do some more events.
+
+Parameters
+----------
+max_events : int or None
+    At most so many; None for all that are left.
+
+Returns
+-------
+int
+    The events done, of all calls. It stays below `events_total` when a request ran out of memory,
+    which ends the replay (`failed_at`).
+
+Notes
+-----
+Releases the GIL.
+)doc";
+
+inline constexpr char kReportDoc[] = R"doc(
+The figures of the events done so far.
+
+Returns
+-------
+dict
+    * ``events`` : events done
+    * ``live_peak_bytes`` : highest sum of the sizes asked for; nothing can need less
+    * ``reserved_peak_bytes`` : highest device memory held
+    * ``driver_calls`` : dict, calls by kind, the failed ones included
+    * ``driver_seconds`` : modelled time of all driver calls
+    * ``driver_seconds_inline`` : of that, what an allocating or freeing thread waited for
+    * ``driver_seconds_growth`` : of that, creating handles and mapping them for the first time
+    * ``trace_seconds`` : from the first to the last event done
+    * ``wait_seconds`` : time that requests waited for streams, which the clock went on
+    * ``host_ns_per_event`` : measured time of our own code, the simulated device's included
+    * ``failed_at`` : index of the event that ran out of memory, or None
+    * ``paths`` : dict, how often each way of serving a request was taken
+)doc";
+
+inline constexpr char kGatherSettingsDoc[] = R"doc(
+The settings that all sources together give, without installing anything.
+
+Parameters
+----------
+conf : str
+    The text of GPUMEMX_CONF. torch's variables are read from the environment.
+arguments : dict of str to str
+    Those of ``install_allocator()``.
+
+Returns
+-------
+list of dict
+    ``key``, ``value``, ``source`` and ``note``, all str; torch's own keys last.
+
+Raises
+------
+ValueError
+    The first mistake, in one sentence that begins with its source.
+)doc";
+
+inline constexpr char kUnknownEnvironmentDoc[] = R"doc(
+One sentence for each name that starts with GPUMEMX_ and means nothing.
+
+Parameters
+----------
+names : list of str
+    Names of environment variables.
+
+Returns
+-------
+list of str
+)doc";
+
+inline constexpr char kProbeDeviceDoc[] = R"doc(
+Start CUDA on a device and see what gpumemx can use there.
+
+Parameters
+----------
+device : int
+    Its ordinal.
+
+Returns
+-------
+dict
+    * ``virtual_memory`` : bool, a real create, map and set_access worked
+    * ``exportable`` : bool, handles can be exported as file descriptors
+    * ``granularity``, ``free``, ``total`` : int, bytes
+
+Raises
+------
+RuntimeError
+    There is no CUDA driver or no such device, or this build is without CUDA.
+
+Notes
+-----
+May take a second: makes the device's primary context, which is gone again on return unless
+somebody else uses it.
+)doc";
+
+}  // namespace gpumemx::bindings

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""GPU memory for PyTorch.
+
+`install_allocator` makes gpumemx torch's CUDA allocator. `monitor`, `memory_info`,
+`memory_summary` and `clear_cache` say and change what is in memory, with gpumemx's or torch's own
+allocator. `replay` says what a recorded run would have needed, without a GPU. The command line is
+``gpumemx`` or ``python -m gpumemx``.
+
+Importing it imports neither torch nor the compiled parts, and starts no CUDA.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from gpumemx._version import __version__
+from gpumemx.errors import GpumemxError, InstallError, SettingError, TraceError
+
+# Now: its module has its name, and imported later would put itself in the function's place.
+from gpumemx.monitor import GPUMonitor, monitor
+
+if TYPE_CHECKING:
+    from gpumemx._replay import ReplayResult, replay
+    from gpumemx.allocator import Setting, install_allocator, is_installed, settings
+    from gpumemx.summary import MemoryInfo, Released, clear_cache, memory_info, memory_summary
+    from gpumemx.trace import Trace, load_trace
+
+__all__ = [  # noqa: RUF022  # in the order of the README
+    "install_allocator",
+    "is_installed",
+    "settings",
+    "Setting",
+    "monitor",
+    "GPUMonitor",
+    "memory_info",
+    "MemoryInfo",
+    "memory_summary",
+    "clear_cache",
+    "Released",
+    "replay",
+    "ReplayResult",
+    "load_trace",
+    "Trace",
+    "GpumemxError",
+    "InstallError",
+    "SettingError",
+    "TraceError",
+    "__version__",
+]
+
+# Found at first use: importing gpumemx stays cheap.
+_MODULES = {
+    "install_allocator": "gpumemx.allocator",
+    "is_installed": "gpumemx.allocator",
+    "settings": "gpumemx.allocator",
+    "Setting": "gpumemx.allocator",
+    "MemoryInfo": "gpumemx.summary",
+    "memory_info": "gpumemx.summary",
+    "memory_summary": "gpumemx.summary",
+    "clear_cache": "gpumemx.summary",
+    "Released": "gpumemx.summary",
+    "ReplayResult": "gpumemx._replay",
+    "replay": "gpumemx._replay",
+    "Trace": "gpumemx.trace",
+    "load_trace": "gpumemx.trace",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'gpumemx' has no attribute '{name}'")
+    from importlib import import_module
+
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if "torch" in sys.modules:
+    from gpumemx.allocator import watch_cuda_start
+
+    watch_cuda_start()

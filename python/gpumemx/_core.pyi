@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Kept by hand, so that a change of the module is seen in a diff; tests/python/test_stubs.py holds
+# the two together.
+from typing import TypedDict, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__version__: str
+
+class _Report(TypedDict):
+    events: int
+    live_peak_bytes: int
+    reserved_peak_bytes: int
+    driver_calls: dict[str, int]
+    driver_seconds: float
+    driver_seconds_inline: float
+    driver_seconds_growth: float
+    trace_seconds: float
+    wait_seconds: float
+    host_ns_per_event: float
+    failed_at: int | None
+    paths: dict[str, int]
+
+class _Setting(TypedDict):
+    key: str
+    value: str
+    source: str
+    note: str
+
+class _DeviceFacts(TypedDict):
+    virtual_memory: bool
+    exportable: bool
+    granularity: int
+    free: int
+    total: int
+
+def gather_settings(conf: str, arguments: dict[str, str]) -> list[_Setting]: ...
+def unknown_environment(names: list[str]) -> list[str]: ...
+def probe_device(device: int) -> _DeviceFacts: ...
+def build_info() -> dict[str, str | bool | None]: ...
+def parse_bytes(text: str) -> int: ...
+def format_bytes(size: int) -> str: ...
+def validate_trace(
+    op: NDArray[np.int64],
+    size: NDArray[np.int64],
+    stream: NDArray[np.int16],
+    time_us: NDArray[np.int64],
+    slots: int,
+) -> str | None: ...
+@final
+class Replay:
+    def __init__(
+        self,
+        op: NDArray[np.int64],
+        size: NDArray[np.int64],
+        stream: NDArray[np.int16],
+        time_us: NDArray[np.int64],
+        slots: int,
+        *,
+        capacity: int | None = None,
+        lag_ms: float = 20.0,
+    ) -> None: ...
+    def run(self, max_events: int | None = None) -> int: ...
+    def report(self) -> _Report: ...
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def failed_at(self) -> int | None: ...
+    @property
+    def events_done(self) -> int: ...
+    @property
+    def events_total(self) -> int: ...
