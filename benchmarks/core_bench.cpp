@@ -41,9 +41,7 @@ TEST_CASE("a hit and its free") {
     Bench b;
     b.allocator.free(b.alloc(size));
     const std::uint64_t misses = b.paths().misses;
-    BENCHMARK("hit + free, " + std::to_string(size.n) + " B") {
-      b.allocator.free(b.alloc(size));
-    };
+    BENCHMARK("hit + free, " + std::to_string(size.n) + " B") { b.allocator.free(b.alloc(size)); };
     REQUIRE(b.paths().misses == misses);
     REQUIRE(b.count(DriverCall::kCreate) == b.paths().created);
   }

@@ -40,6 +40,7 @@ DeviceAllocator::DeviceAllocator(DeviceDriver& driver, Options options)
   GPUMEMX_CHECK(!options_.validate(), "the options of the allocator are out of range");
   if (const auto memory = driver_.memory(); memory.ok()) {
     device_capacity_ = memory.value().free;
+    device_total_ = memory.value().total;
   }
 }
 
@@ -108,6 +109,7 @@ Block* DeviceAllocator::take_hit(HeapSet& set, Bytes size, bool any_waste) {
 AllocResult DeviceAllocator::allocate(const AllocRequest& request) {
   if (shut_down_ || request.size > kMaxRequest) return fail(request, request.size, std::nullopt);
   const Bytes size = block_size(request.size);
+  if (size > device_total_) return fail(request, size, std::nullopt);  // waiting would not help
   if (pending_count_.load(std::memory_order_relaxed) != 0 && work_mu_.try_lock()) {
     const RelaxedCapture relaxed(driver_);
     poll();
@@ -217,6 +219,7 @@ bool DeviceAllocator::free_if_live(DeviceAddr address) {
 }
 
 bool DeviceAllocator::record_stream(DeviceAddr address, const StreamInfo& stream) {
+  if (shut_down_) return true;
   MutexLock lock(mu_);
   Block* block = books_.arena.find(address, books_.blocks);
   if (block == nullptr || block->state != BlockState::kLive) return false;

@@ -144,7 +144,7 @@ class DeviceAllocator {
   // Whether `address` is in addresses of this allocator. No lock, unless it is plain memory.
   bool owns(DeviceAddr address) const GPUMEMX_EXCLUDES(mu_);
 
-  // Every block that is in use or ready, by heap and address.
+  // Every block that is in use or ready, by address.
   std::vector<BlockInfo> blocks() const GPUMEMX_EXCLUDES(mu_);
   // The live block that begins at `address`, or nothing.
   std::optional<BlockInfo> find_block(DeviceAddr address) const GPUMEMX_EXCLUDES(mu_);
@@ -230,7 +230,7 @@ class DeviceAllocator {
   void close_epochs(bool also_captured = false, bool beyond_limit = false) GPUMEMX_EXCLUDES(mu_);
   bool poll() GPUMEMX_REQUIRES(work_mu_);
   void retire_pending() GPUMEMX_REQUIRES(mu_);
-  bool wait_for_oldest() GPUMEMX_EXCLUDES(work_mu_, mu_);
+  bool wait_for_any() GPUMEMX_EXCLUDES(work_mu_, mu_);
   bool wait_for(Timeline& line, EventId event, std::uint64_t epoch) GPUMEMX_EXCLUDES(mu_);
 
   // handles.cpp
@@ -256,6 +256,7 @@ class DeviceAllocator {
 
   DeviceDriver& driver_;
   const Options options_;
+  Bytes device_total_{~0ull};  // set once, by the constructor; ~0 when the device did not say
   std::atomic<std::uint64_t> cap_;
   std::atomic<bool> shut_down_{false};
   std::atomic<bool> plain_mode_{false};

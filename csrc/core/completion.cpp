@@ -29,9 +29,9 @@ void DeviceAllocator::record_fence(Timeline& line, std::uint64_t epoch) {
 }
 
 // Records an event on every stream that has frees without one. Called where somebody is about to
-// want memory, so that it can be complete the next time. `also_captured`: a capture has just ended, so
-// also on those of the other streams that were capturing; elsewhere they may be gone. `beyond_limit`:
-// also where Options::max_fences are in flight, for a caller that waits for all of them.
+// want memory, so that it can be complete the next time. `also_captured`: a capture has just ended,
+// so also on temporary streams that were capturing; elsewhere they may be gone. `beyond_limit`: also
+// where Options::max_fences are in flight, for a caller that waits for all of them.
 void DeviceAllocator::close_epochs(bool also_captured, bool beyond_limit) {
   std::vector<std::pair<Timeline*, std::uint64_t>> closed;
   {
@@ -115,26 +115,43 @@ bool DeviceAllocator::wait_for(Timeline& line, EventId event, std::uint64_t epoc
   return reached;
 }
 
-// Waits for the oldest event of the device. No lock is held meanwhile: the work waited for may itself
-// depend on another thread's request. False when there is nothing to wait for.
-bool DeviceAllocator::wait_for_oldest() {
+// Waits until any stream has come further: the one that was freed on first may be stuck until the
+// program goes on, and the program waits for this request. No lock is held meanwhile: the work waited
+// for may itself depend on another thread's request. False when there is nothing to wait for.
+bool DeviceAllocator::wait_for_any() {
   if (captures_.load() > 0) return false;
   close_epochs();
-  Timeline* line = nullptr;
-  Timeline::Fence oldest;
+  struct Open {
+    Timeline* line;
+    Timeline::Fence fence;
+  };
+  std::vector<Open> open;
   {
     MutexLock lock(mu_);
-    for (Timeline* candidate : timeline_list_) {
-      const Timeline::Fence* open = candidate->oldest_open();
-      if (open == nullptr || (line != nullptr && open->serial > oldest.serial)) continue;
-      line = candidate;
-      oldest = *open;
+    for (Timeline* line : timeline_list_) {
+      Timeline::Fence* fence = line->oldest_open();
+      if (fence == nullptr) continue;
+      ++fence->waiters;
+      open.push_back({line, *fence});
     }
-    if (line == nullptr) return false;
-    ++line->oldest_open()->waiters;
+    if (open.empty()) return false;
     ++books_.stats.paths.waits;
   }
-  return wait_for(*line, oldest.event, oldest.epoch);
+  std::sort(open.begin(), open.end(),
+            [](const Open& a, const Open& b) { return a.fence.serial < b.fence.serial; });
+  std::vector<EventId> events;
+  events.reserve(open.size());
+  for (const Open& o : open) events.push_back(o.fence.event);
+  const auto reached = driver_.wait_any(events);
+  MutexLock lock(mu_);
+  for (const Open& o : open) {
+    if (Timeline::Fence* fence = o.line->find(o.fence.event)) --fence->waiters;
+  }
+  if (!reached.ok()) return false;
+  const Open& first = open[reached.value()];
+  first.line->reached(first.fence.epoch);
+  retire_pending();
+  return true;
 }
 
 }  // namespace gpumemx

@@ -319,7 +319,7 @@ bool DeviceAllocator::make_room(const AllocRequest& request, int& attempt, bool&
     const MutexLock work(work_mu_);
     if (refresh_capacity(/*only_if_tight=*/false)) return true;
   }
-  if (wait_for_oldest()) return true;
+  if (wait_for_any()) return true;
   if (attempt == 1) {
     attempt = 2;
     const MutexLock work(work_mu_);
@@ -383,8 +383,16 @@ OomCause cause_of(const OomVerdict& v, bool capturing, bool shutting_down) {
 AllocResult DeviceAllocator::fail(const AllocRequest& request, Bytes size,
                                   const std::optional<Error>& error) {
   auto verdict = std::make_unique<OomVerdict>();
+  verdict->requested = request.size;
+  verdict->block = size;
+  verdict->stream = request.stream.ref;
+  verdict->pool = request.pool;
+  if (shut_down_) {  // in a forked child no lock may be taken: who holds it may not be there
+    verdict->cause = OomCause::kShuttingDown;
+    return {{}, size, std::move(verdict)};
+  }
   std::vector<Observer*> observers;
-  const bool gone = shut_down_ || (error && error->code == Errc::kShuttingDown);
+  const bool gone = error && error->code == Errc::kShuttingDown;
   std::optional<DeviceMemory> memory;
   if (!gone) {
     if (const auto m = driver_.memory(); m.ok()) memory = m.value();
@@ -393,10 +401,6 @@ AllocResult DeviceAllocator::fail(const AllocRequest& request, Bytes size,
     MutexLock lock(mu_);
     static_cast<MemoryFigures&>(*verdict) = figures();
     add_device(*verdict, memory);
-    verdict->requested = request.size;
-    verdict->block = size;
-    verdict->stream = request.stream.ref;
-    verdict->pool = request.pool;
     if (error) verdict->driver_said = error->where + ": " + to_string(error->code);
     verdict->cause = cause_of(*verdict, captures_.load() > 0, gone);
     ++books_.stats.num_ooms;

@@ -159,12 +159,16 @@ Handle* MissPlanner::harvest(std::uint64_t gap, std::uint64_t room) {
 // The handle of this size in a list that is idle longest and not in the plan yet. The place is kept
 // for the length of a plan, so that a plan of many pieces does not look at its own again and again.
 Handle* MissPlanner::longest_idle(const IdleList& list, std::uint32_t pages) {
+  // Most lists are empty (streams that are long gone, other sizes) or untouched by the plan: only the
+  // others are worth a place to be kept.
+  Handle* front = list.front(pages);
+  if (front == nullptr || front->mark != mark_) return front;
   const auto known = std::find_if(cursors_.begin(), cursors_.end(), [&](const Cursor& c) {
     return c.list == &list && c.pages == pages;
   });
   Cursor& cursor = known != cursors_.end()
                        ? *known
-                       : cursors_.emplace_back(Cursor{&list, pages, list.front(pages)});
+                       : cursors_.emplace_back(Cursor{&list, pages, front});
   while (cursor.next != nullptr && cursor.next->mark == mark_) cursor.next = cursor.next->idle_next;
   return cursor.next;
 }

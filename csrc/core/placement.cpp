@@ -29,10 +29,7 @@ Bytes newly_busy(const Block& ready, DeviceAddr at, Bytes size) {
 std::optional<Hit> find_hit(const Heap& heap, Bytes size, int scan) {
   std::optional<Hit> best;
   Bytes best_block;
-  Block* block = heap.free().first_from(bin_of(size));
-  for (int n = 0; block != nullptr && n < scan; block = heap.free().after(block), ++n) {
-    if (block->size < size) continue;
-    if (block->size == size) return Hit{block, block->begin, -static_cast<std::int64_t>(size.n)};
+  const auto look = [&](Block* block) {
     const DeviceAddr last = block->end() - size;
     const DeviceAddr rounded_first = page_up(block->begin);
     const DeviceAddr rounded_last =
@@ -46,7 +43,19 @@ std::optional<Hit> find_hit(const Heap& heap, Bytes size, int scan) {
         best_block = block->size;
       }
     }
-    if (best && best->waste == -static_cast<std::int64_t>(size.n)) break;  // nothing newly busy
+  };
+  const FreeIndex& free = heap.free();
+  Block* block = free.first_from(bin_of(size));
+  for (int n = 0; block != nullptr && n < scan; block = free.after(block), ++n) {
+    if (block->size < size) continue;
+    if (block->size == size) return Hit{block, block->begin, -static_cast<std::int64_t>(size.n)};
+    look(block);
+    if (best->waste == -static_cast<std::int64_t>(size.n)) return best;  // nothing newly busy
+  }
+  // All that was seen were blocks of the own bin that are a little too small: any block of a higher
+  // bin fits.
+  if (!best && block != nullptr) {
+    if (Block* larger = free.first_from(bin_of(size) + 1)) look(larger);
   }
   return best;
 }

@@ -125,6 +125,10 @@ Status CountingDriver::wait(EventId event) {
   return timed(DriverCall::kWait, {}, [&] { return real_.wait(event); });
 }
 
+Result<std::size_t> CountingDriver::wait_any(const std::vector<EventId>& events) {
+  return timed(DriverCall::kWait, {}, [&] { return real_.wait_any(events); });
+}
+
 Result<DeviceMemory> CountingDriver::memory() {
   return timed(DriverCall::kMemory, {}, [&] { return real_.memory(); });
 }

@@ -37,6 +37,7 @@ class CountingDriver final : public DeviceDriver {
   Result<EventId> record(StreamRef stream) override GPUMEMX_EXCLUDES(mu_);
   Result<bool> query(EventId event) override GPUMEMX_EXCLUDES(mu_);
   Status wait(EventId event) override GPUMEMX_EXCLUDES(mu_);
+  Result<std::size_t> wait_any(const std::vector<EventId>& events) override GPUMEMX_EXCLUDES(mu_);
   void recycle(EventId event) override { real_.recycle(event); }
   CaptureMode exchange_capture_mode(CaptureMode mode) override {
     return real_.exchange_capture_mode(mode);

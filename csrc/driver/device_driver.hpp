@@ -17,13 +17,13 @@
 // map() joins one whole handle to a range of the handle's size; a part of either cannot be mapped
 // and a mapping is unmapped whole. One handle may stand behind several ranges at once: they are
 // aliases, coherent between kernels in stream order. The device may touch a range only while it is
-// USABLE. No call here waits for work that is running, except wait() and free().
+// USABLE. No call here waits for work that is running, except wait(), wait_any() and free().
 //
 // Plain mode: allocate() -> USABLE -> free(), as cudaMalloc and cudaFree; free() waits for the
 // device. For devices without virtual memory, and for pools whose users need one driver allocation.
 //
 // Captures: reserve, create, map, set_access, unmap and release are allowed while any stream
-// captures, from any thread. query, wait, allocate and free called from *any* thread end a capture
+// captures, from any thread. query, wait, wait_any, allocate and free called from *any* thread end a capture
 // in global mode as invalid, unless the calling thread's capture mode is relaxed: see RelaxedCapture.
 //
 // Calls out of these orders are the caller's bug: CudaDriver reports kInvalidArgument, SimDriver
@@ -33,6 +33,9 @@
 // Threads: every method may be called from any thread at any time. The caller, not the driver, keeps
 // two threads from changing one range or one handle at once.
 #pragma once
+
+#include <cstddef>
+#include <vector>
 
 #include "base/result.hpp"
 #include "base/units.hpp"
@@ -112,11 +115,15 @@ class DeviceDriver {
   virtual Result<StreamId> stream_id(std::uint64_t native) = 0;
 
   // Marks the end of the work now queued on `stream`. Never blocks. REQUIRES: the stream exists.
-  // Fails: kCaptureActive while the stream captures; then nothing is recorded.
+  // Fails: kCaptureActive while the stream captures; kInvalidArgument for the per-thread default stream
+  // of a thread other than the calling one. Then nothing is recorded.
   virtual Result<EventId> record(StreamRef stream) = 0;
   // True when all work before the event is done; true for ever after.
   virtual Result<bool> query(EventId event) = 0;
   virtual Status wait(EventId event) = 0;  // blocks the calling thread until query() would be true
+  // The same until it would be true for one of them, whichever that is; the earlier ones in the list
+  // are looked at first. Returns its index. REQUIRES: not empty.
+  virtual Result<std::size_t> wait_any(const std::vector<EventId>& events) = 0;
   virtual void recycle(EventId event) = 0;  // ends the event's life; never fails, never blocks
 
   // The calling thread's capture mode, which it replaces. Prefer RelaxedCapture.

@@ -303,6 +303,26 @@ TEST_P(DriverContract, AnEventIsDoneWhenTheWorkBeforeItIsAndForEverAfter) {
   driver_->recycle(event);
 }
 
+TEST_P(DriverContract, WaitAnyDoesNotWaitForAStreamThatIsHeld) {
+  const Page page = make_page(), held = make_page();
+  device_->hold(main_);
+  device_->fill(main_, held.range, 4);
+  const EventId stuck = driver_->record(main_).value();
+  device_->fill(other_, page.range, 5);
+  const EventId free = driver_->record(other_).value();
+  const auto reached = driver_->wait_any({stuck, free});
+  ASSERT_TRUE(reached.ok());
+  EXPECT_EQ(reached.value(), 1u);
+  EXPECT_TRUE(driver_->query(free).value());
+  EXPECT_FALSE(driver_->query(stuck).value());
+  device_->let_go(main_);
+  EXPECT_EQ(driver_->wait_any({stuck}).value(), 0u);
+  EXPECT_EQ(driver_->wait_any({stuck, free}).value(), 0u);  // both: the first in the list
+  EXPECT_TRUE(driver_->query(stuck).value());
+  driver_->recycle(stuck);
+  driver_->recycle(free);
+}
+
 TEST_P(DriverContract, ARecycledEventMayServeAgain) {
   for (int i = 0; i < 100; ++i) {
     const EventId first = driver_->record(main_).value();

@@ -3,8 +3,11 @@
 // The only calls to cu* of the library.
 #include "driver/cuda/cuda_driver.hpp"
 
+#include <algorithm>
 #include <bit>
+#include <chrono>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "driver/cuda/entry_points.hpp"
@@ -12,6 +15,8 @@
 namespace gpumemx {
 
 namespace {
+
+constexpr std::chrono::microseconds kFirstPause{10}, kLongestPause{200};  // of wait_any()
 
 CUstream as_stream(StreamRef stream) { return reinterpret_cast<CUstream>(stream.native); }
 CUevent as_event(EventId event) {
@@ -378,6 +383,12 @@ Status CudaDriver::free(DeviceAddr address) {
 Result<EventId> CudaDriver::record(StreamRef stream) {
   const ContextScope scope(*this);
   if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  if (as_stream(stream) == CU_STREAM_PER_THREAD) {
+    // In each thread the name of another stream: elsewhere the event would be on the wrong one.
+    const Result<StreamId> id = stream_id(stream.native);
+    if (!id.ok()) return id.error();
+    if (id.value() != stream.id) return misuse("record", "the default stream of another thread");
+  }
   // Asked first: recorded in a capture, an event would become a node of somebody's graph.
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   CUresult r = cu_.stream_is_capturing(as_stream(stream), &status);
@@ -424,6 +435,26 @@ Status CudaDriver::wait(EventId event) {
   const CUresult r = cu_.event_synchronize(as_event(event));
   if (r != CUDA_SUCCESS) return fail("cuEventSynchronize", r);
   return ok_status();
+}
+
+Result<std::size_t> CudaDriver::wait_any(const std::vector<EventId>& events) {
+  if (events.empty()) return misuse("wait_any", "no event");
+  if (events.size() == 1) {
+    const Status done = wait(events.front());
+    if (!done.ok()) return done.error();
+    return std::size_t{0};
+  }
+  // The driver can block on one event only. 1.6 us a question, so a pause between rounds.
+  auto pause = kFirstPause;
+  for (;;) {
+    for (std::size_t i = 0; i < events.size(); ++i) {
+      const Result<bool> reached = query(events[i]);
+      if (!reached.ok()) return reached.error();
+      if (reached.value()) return i;
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, kLongestPause);
+  }
 }
 
 void CudaDriver::recycle(EventId event) {

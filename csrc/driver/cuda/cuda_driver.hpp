@@ -51,6 +51,7 @@ class CudaDriver final : public DeviceDriver {
   Result<EventId> record(StreamRef stream) override GPUMEMX_EXCLUDES(events_mu_);
   Result<bool> query(EventId event) override;
   Status wait(EventId event) override;
+  Result<std::size_t> wait_any(const std::vector<EventId>& events) override;
   void recycle(EventId event) override GPUMEMX_EXCLUDES(events_mu_);
   CaptureMode exchange_capture_mode(CaptureMode mode) override;
   Result<DeviceMemory> memory() override;

@@ -306,6 +306,23 @@ Result<bool> SimDriver::query(EventId event) {
   return streams_.done(*streams_.find(event));
 }
 
+// An item that is still queued knows better when it is due: manual mode may have ended.
+std::int64_t SimDriver::due(const SimStreams::Event& event) const {
+  if (streams_.done(event)) return INT64_MIN;
+  const SimStreams::Item* item = streams_.find(event.stream, event.seq);
+  return item != nullptr ? item->due : event.due;
+}
+
+void SimDriver::wait_until(const SimStreams::Event& event) {
+  if (streams_.done(event)) return;
+  ++waits_;
+  const std::int64_t until = due(event);
+  if (until == SimStreams::kNever) return streams_.run_up_to(event);
+  waited_us_ += until - streams_.now();
+  (void)streams_.move_clock(until);
+  streams_.catch_up();
+}
+
 Status SimDriver::wait(EventId event) {
   constexpr auto kCall = DriverCall::kWait;
   if (!announce(kCall)) return shutting_down(kCall);
@@ -314,20 +331,27 @@ Status SimDriver::wait(EventId event) {
   if (auto error = refuse_if_captures_forbid(kCall)) return *error;
   if (auto why = unknown(event)) return refuse({kCall, serial_, {}}, *why);
   charge(kCall);
-  const SimStreams::Event found = *streams_.find(event);
-  if (streams_.done(found)) return ok_status();
-  ++waits_;
-  // An item that is still queued knows better when it is due: manual mode may have ended.
-  const SimStreams::Item* item = streams_.find(found.stream, found.seq);
-  const std::int64_t due = item != nullptr ? item->due : found.due;
-  if (due == SimStreams::kNever) {
-    streams_.run_up_to(found);
-    return ok_status();
-  }
-  waited_us_ += due - streams_.now();
-  (void)streams_.move_clock(due);
-  streams_.catch_up();
+  wait_until(SimStreams::Event(*streams_.find(event)));
   return ok_status();
+}
+
+Result<std::size_t> SimDriver::wait_any(const std::vector<EventId>& events) {
+  constexpr auto kCall = DriverCall::kWait;
+  if (!announce(kCall)) return shutting_down(kCall);
+  MutexLock lock(mu_);
+  if (auto error = begin(kCall)) return *error;
+  if (auto error = refuse_if_captures_forbid(kCall)) return *error;
+  if (events.empty()) return refuse({kCall, serial_, {}}, {Errc::kInvalidArgument, "no event", true});
+  for (const EventId event : events) {
+    if (auto why = unknown(event)) return refuse({kCall, serial_, {}}, *why);
+  }
+  charge(kCall);
+  std::size_t first = 0;
+  for (std::size_t i = 1; i < events.size(); ++i) {
+    if (due(*streams_.find(events[i])) < due(*streams_.find(events[first]))) first = i;
+  }
+  wait_until(SimStreams::Event(*streams_.find(events[first])));
+  return first;
 }
 
 void SimDriver::recycle(EventId event) {

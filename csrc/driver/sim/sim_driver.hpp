@@ -63,11 +63,13 @@ class SimDriver final : public DeviceDriver {
   Result<EventId> record(StreamRef stream) override GPUMEMX_EXCLUDES(mu_);
   Result<bool> query(EventId event) override GPUMEMX_EXCLUDES(mu_);
   Status wait(EventId event) override GPUMEMX_EXCLUDES(mu_);
+  // The one that is due first; in manual mode an event is due last.
+  Result<std::size_t> wait_any(const std::vector<EventId>& events) override GPUMEMX_EXCLUDES(mu_);
   void recycle(EventId event) override GPUMEMX_EXCLUDES(mu_);
   CaptureMode exchange_capture_mode(CaptureMode mode) override;
   Result<DeviceMemory> memory() override GPUMEMX_EXCLUDES(mu_);
 
-  // Time, in microseconds from the start. Only these, wait() and free() move it, never back.
+  // Time, in microseconds from the start. Only these, wait(), wait_any() and free() move it, never back.
   std::int64_t now_us() const { return streams_.now(); }
   void advance_to(std::int64_t us) GPUMEMX_EXCLUDES(mu_);
   void advance_by(std::int64_t us) GPUMEMX_EXCLUDES(mu_) { advance_to(now_us() + us); }
@@ -145,6 +147,8 @@ class SimDriver final : public DeviceDriver {
   std::optional<Error> begin(DriverCall call, Bytes size = {}) GPUMEMX_REQUIRES(mu_);
   // Ends one that was refused: counts it, and notes the hazard if it is one.
   Error refuse(const PastCall& call, const Refusal& why) GPUMEMX_REQUIRES(mu_);
+  std::int64_t due(const SimStreams::Event& event) const GPUMEMX_REQUIRES(mu_);
+  void wait_until(const SimStreams::Event& event) GPUMEMX_REQUIRES(mu_);
   void charge(DriverCall call, HandleId handle = {}, Bytes size = {}) GPUMEMX_REQUIRES(mu_);
 
   std::optional<Error> begin_virtual(DriverCall call, Bytes size = {}) GPUMEMX_REQUIRES(mu_);

@@ -59,7 +59,7 @@ TEST_F(AllocatorTest, AFreedBlockServesTheNextRequestOfItsSizeWithoutADriverCall
 }
 
 TEST_F(AllocatorTest, EveryFigureIsExactThroughAScript) {
-  const DeviceAddr small = alloc(1000_B);   // 1,024 in a small handle of 2 MiB
+  const DeviceAddr small = alloc(1000_B);       // 1,024 in a small handle of 2 MiB
   const DeviceAddr large = alloc(3_MiB + 1_B);  // 3 MiB + 512 in a handle of 8 MiB
   Stats s = stats();
   EXPECT_EQ(four(s.allocation), (Four{2, 2, 2, 0}));

@@ -101,6 +101,17 @@ TEST_F(ArenaTest, ReusesSlotsThatCameBackOnceItIsAtTheEnd) {
   EXPECT_EQ(arena.take(1_GiB, nullptr)->range.begin, first);
 }
 
+TEST_F(ArenaTest, ARegionOfSeveralSlotsComesBackWhole) {
+  Arena arena(gpu_, 4_GiB);
+  Region* a = arena.take(3_GiB, nullptr);
+  const AddrRange range = a->range;
+  arena.take(1_GiB, nullptr);
+  arena.give_back(a);
+  EXPECT_EQ(arena.region_of(range.end() - 1_B), nullptr);
+  ASSERT_NE(a = arena.take(3_GiB, nullptr), nullptr);
+  EXPECT_EQ(a->range, range);
+}
+
 TEST_F(ArenaTest, FindsABlockByTheAddressItBeginsAtOnly) {
   Arena arena(gpu_, 4_GiB);
   Region* r = arena.take(2_GiB, nullptr);
@@ -140,7 +151,8 @@ TEST_F(ArenaTest, FindsTheCoveringBlockAmongManyAtEveryDistance) {
   std::vector<std::uint64_t> begins{0};
   for (std::uint64_t at = 1; at < 1u << 21; at = at * 3 + 1) begins.push_back(at);  // granules
   std::vector<Block*> blocks;
-  for (const std::uint64_t at : begins) blocks.push_back(add_block(r, r->range.begin + kGranule * at));
+  for (const std::uint64_t at : begins)
+    blocks.push_back(add_block(r, r->range.begin + kGranule * at));
   for (std::size_t i = 0; i < begins.size(); ++i) {
     const std::uint64_t last = i + 1 < begins.size() ? begins[i + 1] - 1 : (1u << 21) - 1;
     for (const std::uint64_t at : {begins[i], (begins[i] + last) / 2, last}) {
@@ -148,7 +160,8 @@ TEST_F(ArenaTest, FindsTheCoveringBlockAmongManyAtEveryDistance) {
     }
   }
   // With all but the first gone again, it covers everything.
-  for (std::size_t i = 1; i < begins.size(); ++i) r->table(blocks[i]->begin).clear_block(blocks[i]->begin);
+  for (std::size_t i = 1; i < begins.size(); ++i)
+    r->table(blocks[i]->begin).clear_block(blocks[i]->begin);
   EXPECT_EQ(r->block_covering(r->range.end() - 512_B, blocks_), blocks[0]);
 }
 

@@ -197,8 +197,7 @@ TEST_P(CaseA27, A27AFailureOfTheNthCallIsUndoneAndTheProgramGoesOn) {
           EXPECT_EQ(got.back().failure->device_total, 1_GiB);
         }
         EXPECT_EQ(allocator.validate().value_or(""), "");
-        EXPECT_EQ(Bytes{static_cast<std::uint64_t>(
-                      allocator.stats().reserved_bytes.all().current)},
+        EXPECT_EQ(Bytes{static_cast<std::uint64_t>(allocator.stats().reserved_bytes.all().current)},
                   gpu.reserved_bytes());
       }
       EXPECT_TRUE(allocator.allocate({40_MiB, stream, {}, 0, nullptr}).ok());

@@ -231,6 +231,19 @@ TEST_F(CompletionTest, ARequestWaitsOnlyWhenNothingElseIsLeft) {
   EXPECT_EQ(paths().waits, 1u);
 }
 
+// The stream that was freed on first may be stuck until this very request is served.
+TEST_F(CompletionTest, ARequestWaitsForWhicheverStreamComesFirst) {
+  gpu_.set_manual(b_.ref, false);  // the others stay manual: stuck
+  gpu_.set_lag_us(b_.ref, 1000);
+  const DeviceAddr first = alloc(1_GiB);
+  const DeviceAddr second = alloc(2_GiB, b_);
+  free(first);
+  free(second);
+  alloc(2_GiB, new_stream());
+  EXPECT_EQ(gpu_.waits(), 1u);
+  EXPECT_GT(gpu_.queued(main_), 0u);
+}
+
 TEST_F(CompletionTest, AWaitThatFailsEndsInAVerdictAndNotInALoop) {
   free(alloc(3_GiB));
   gpu_.fail_always(DriverCall::kWait);

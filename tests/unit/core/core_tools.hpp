@@ -19,7 +19,9 @@ namespace gpumemx {
 
 // So that a failed comparison shows numbers.
 inline void PrintTo(Bytes size, std::ostream* out) { *out << size.n; }
-inline void PrintTo(DeviceAddr address, std::ostream* out) { *out << std::hex << address.n << std::dec; }
+inline void PrintTo(DeviceAddr address, std::ostream* out) {
+  *out << std::hex << address.n << std::dec;
+}
 
 inline SimOptions device_of(Bytes capacity) {
   SimOptions options;

@@ -97,9 +97,8 @@ TEST_F(FreeIndexTest, AgreesWithAPlainListUnderManyInsertsAndRemoves) {
       in.erase(in.begin() + static_cast<std::ptrdiff_t>(at));
     }
     const Bytes size = kGranule * (1ull << (random() % 31));
-    const auto fits = std::count_if(in.begin(), in.end(), [&](const Block* b) {
-      return bin_of(b->size) >= bin_of(size);
-    });
+    const auto fits = std::count_if(
+        in.begin(), in.end(), [&](const Block* b) { return bin_of(b->size) >= bin_of(size); });
     ASSERT_EQ(from(size).size(), static_cast<std::size_t>(fits));
   }
 }

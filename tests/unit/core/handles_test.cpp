@@ -12,8 +12,8 @@ class HandlesTest : public AllocatorTest {
  protected:
   HandlesTest() : AllocatorTest(device_of(4_GiB)) {}
   // 64 MiB in one heap, then in another, by turns: without slack the same memory has to move.
-  static constexpr Bytes kPagesBlock = 64_MiB;           // the heap of whole pages
-  static constexpr Bytes kBigBlock = 64_MiB - 512_KiB;   // the heap of big blocks
+  static constexpr Bytes kPagesBlock = 64_MiB;          // the heap of whole pages
+  static constexpr Bytes kBigBlock = 64_MiB - 512_KiB;  // the heap of big blocks
   const StreamInfo b_ = new_stream();
 };
 

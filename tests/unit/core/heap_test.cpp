@@ -66,7 +66,7 @@ TEST_F(HeapTest, AHandleIsIdleExactlyWhileNothingStandsOnIt) {
   Handle *low = handle_at(at), *high = handle_at(at + kPage);
   EXPECT_EQ(low->idle_list, &set_.idle);
   EXPECT_EQ(high->idle_list, &set_.idle);
-  Block* a = h.take(whole, at, 1_MiB);                                // on low
+  Block* a = h.take(whole, at, 1_MiB);                                    // on low
   Block* b = h.take(block_at(h, at + 1_MiB), at + 1_MiB, 1_MiB + 512_B);  // on both
   EXPECT_EQ(low->home->uses, 2u);
   EXPECT_EQ(high->home->uses, 1u);

@@ -20,12 +20,10 @@ TEST(Options, EachHandleSizeIsAPowerOfTwoFrom2To64MiB) {
   const struct {
     const char* name;
     Bytes Options::* knob;
-  } knobs[] = {{"small_handle", &Options::small_handle},
-               {"rest_handle", &Options::rest_handle},
-               {"rest_handle_max", &Options::rest_handle_max},
-               {"big_handle", &Options::big_handle},
-               {"big_handle_max", &Options::big_handle_max},
-               {"tight_handle", &Options::tight_handle}};
+  } knobs[] = {
+      {"small_handle", &Options::small_handle},       {"rest_handle", &Options::rest_handle},
+      {"rest_handle_max", &Options::rest_handle_max}, {"big_handle", &Options::big_handle},
+      {"big_handle_max", &Options::big_handle_max},   {"tight_handle", &Options::tight_handle}};
   for (const auto& [name, knob] : knobs) {
     for (const Bytes wrong : {0_B, 1_MiB, 6_MiB, 128_MiB}) {
       EXPECT_EQ(said_after([&](Options& o) { o.*knob = wrong; }),

@@ -58,6 +58,16 @@ TEST_F(HitTest, AHandleThatIsInUseCostsNothingMore) {
   EXPECT_EQ(find_hit(h, 3_MiB, 16)->waste, -n(3_MiB));
 }
 
+TEST_F(HitTest, AHandleThatIsInUseAtTheUpperEndCostsNothingMoreEither) {
+  Heap& h = heap();
+  Block* whole = ready(h, {4, 1});
+  const DeviceAddr begin = whole->begin;
+  h.take(whole, begin + 9_MiB, 1_MiB);
+  const auto hit = find_hit(h, 8704_KiB, 16);  // 8.5 MiB of 9 MiB
+  EXPECT_EQ(hit->at, begin);
+  EXPECT_EQ(hit->waste, -n(512_KiB));
+}
+
 TEST_F(HitTest, TakesTheEndWhereLessIsMadeBusy) {
   Heap& h = heap();
   Block* whole = ready(h, {4, 1});
@@ -82,7 +92,7 @@ TEST_F(HitTest, TriesThePagesNextToTheEnds) {
 TEST_F(HitTest, OfEqualWasteTheSmallerBlockIsTaken) {
   Heap& h = heap();
   Block* large = ready(h, {4});
-  Block* small = h.take(large, large->begin, 1_MiB);            // 7 MiB on a busy handle
+  Block* small = h.take(large, large->begin, 1_MiB);               // 7 MiB on a busy handle
   Block* wall = h.take(small->next, small->end() + 3_MiB, 512_B);  // 3 MiB and the rest
   const auto hit = find_hit(h, 2_MiB, 16);
   EXPECT_EQ(hit->block, wall->prev);
@@ -97,7 +107,17 @@ TEST_F(HitTest, LooksAtNoMoreBlocksThanToldTo) {
   // The smaller block is in front and would cost nothing; both are looked at, or only it.
   EXPECT_EQ(find_hit(h, 5_MiB, 1)->block, wall->next);
   EXPECT_EQ(find_hit(h, 5_MiB, 2)->block, wall->next);
-  EXPECT_EQ(find_hit(h, 5_MiB, 0), std::nullopt);
+}
+
+TEST_F(HitTest, BlocksThatAreALittleTooSmallDoNotHideALargerOne) {
+  Heap& h = heap();
+  const Bytes size = 1_MiB + 8_KiB;
+  Block* page = fill(h, 2_MiB - (size - 512_B), {1});
+  ASSERT_EQ(page->next->size, size - 512_B);  // in the request's own bin, looked at first
+  ready(h, {4});
+  const auto hit = find_hit(h, size, 1);
+  ASSERT_TRUE(hit);
+  EXPECT_GE(hit->block->size, size);
 }
 
 TEST_F(HitTest, SmallerBlocksOfTheSameBinCountAsLookedAt) {

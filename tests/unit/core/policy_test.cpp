@@ -52,12 +52,12 @@ TEST_F(PolicyTest, SmallHeapsTakeSmallHandles) {
 }
 
 TEST_F(PolicyTest, AHandleIsAQuarterOfTheBlockWithinItsHeapsBounds) {
-  EXPECT_EQ(roomy().handle_pages(HeapKind::kRest, kEndless, 3_MiB), 4u);     // at least 8 MiB
-  EXPECT_EQ(roomy().handle_pages(HeapKind::kRest, kEndless, 70_MiB), 8u);    // 17.5 -> 16 MiB
-  EXPECT_EQ(roomy().handle_pages(HeapKind::kRest, kEndless, 1_GiB), 16u);    // at most 32 MiB
-  EXPECT_EQ(roomy().handle_pages(HeapKind::kPages, kEndless, 16_MiB), 4u);   // at least 8 MiB
-  EXPECT_EQ(roomy().handle_pages(HeapKind::kBig, kEndless, 130_MiB), 16u);   // 32.5 -> 32 MiB
-  EXPECT_EQ(roomy().handle_pages(HeapKind::kPages, kEndless, 2_GiB), 32u);   // at most 64 MiB
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kRest, kEndless, 3_MiB), 4u);    // at least 8 MiB
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kRest, kEndless, 70_MiB), 8u);   // 17.5 -> 16 MiB
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kRest, kEndless, 1_GiB), 16u);   // at most 32 MiB
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kPages, kEndless, 16_MiB), 4u);  // at least 8 MiB
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kBig, kEndless, 130_MiB), 16u);  // 32.5 -> 32 MiB
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kPages, kEndless, 2_GiB), 32u);  // at most 64 MiB
 }
 
 TEST_F(PolicyTest, HeapsThatFillTheirPagesTakeNoMoreThanTheGap) {

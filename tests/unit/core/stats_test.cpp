@@ -51,9 +51,9 @@ TEST(Stats, VisitsEachOfTheNineArraysOnce) {
     a.add(true, 1);
   });
   EXPECT_EQ(visits, 9);
-  for (const StatArray* a : {&s.allocation, &s.segment, &s.active, &s.inactive_split,
-                             &s.allocated_bytes, &s.reserved_bytes, &s.active_bytes,
-                             &s.inactive_split_bytes, &s.requested_bytes}) {
+  for (const StatArray* a :
+       {&s.allocation, &s.segment, &s.active, &s.inactive_split, &s.allocated_bytes,
+        &s.reserved_bytes, &s.active_bytes, &s.inactive_split_bytes, &s.requested_bytes}) {
     EXPECT_EQ(a->all().current, 1);
   }
 }

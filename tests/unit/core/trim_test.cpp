@@ -26,9 +26,7 @@ class TrimTest : public AllocatorTest {
   const StreamInfo b_ = new_stream();
 };
 
-TEST_F(TrimTest, OfNothingReportsNothing) {
-  EXPECT_EQ(trim({}).released, 0_B);
-}
+TEST_F(TrimTest, OfNothingReportsNothing) { EXPECT_EQ(trim({}).released, 0_B); }
 
 TEST_F(TrimTest, GivesBackAllThatIsIdleAndSaysWhyTheRestStays) {
   const DeviceAddr idle = alloc(64_MiB);
