@@ -17,7 +17,8 @@ def candidates() -> list[pathlib.Path]:
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.origin is not None:
         found.append(pathlib.Path(spec.origin).parent)
-    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
+    folders = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
+    folders += site.getsitepackages()
     return found + [pathlib.Path(folder) / "torch" for folder in folders]
 
 

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "runtime/registry.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace gpumemx {
+
+DeviceRegistry::DeviceRegistry() {
+  // Neither handler takes a lock. Registered when the first allocator is configured, which is after
+  // the libraries that it must outlive were loaded, so it runs before their static destructors.
+  std::atexit([] { instance().shut_down(); });
+  pthread_atfork(nullptr, nullptr, [] { instance().shut_down(); });
+}
+
+DeviceRegistry& DeviceRegistry::instance() {
+  static DeviceRegistry* registry = new DeviceRegistry;  // leaked: see the header
+  return *registry;
+}
+
+void DeviceRegistry::configure(Options options, OpenDriver open, Observer* observer) {
+  MutexLock lock(mu_);
+  options_ = std::move(options);
+  open_ = std::move(open);
+  observer_ = observer;
+}
+
+void DeviceRegistry::set_device_count(int count) {
+  int before = count_.load();
+  count = std::min(count, kMaxDevices);
+  while (before < count && !count_.compare_exchange_weak(before, count)) {
+  }
+}
+
+Result<Device*> DeviceRegistry::device(int index) {
+  if (Device* open = if_open(index)) return open;
+  if (index < 0 || index >= device_count()) {
+    return Error{Errc::kInvalidArgument, {},
+                 "device " + std::to_string(index) + " of " + std::to_string(device_count())};
+  }
+  if (shut_down_) return Error{Errc::kShuttingDown, {}, "the process is exiting, or was forked"};
+  MutexLock lock(mu_);
+  if (Device* open = if_open(index)) return open;
+  auto driver = open_(index);
+  if (!driver.ok()) return driver.error();
+  auto device = std::make_unique<Device>();
+  device->driver = std::move(driver).take();
+  device->counting = std::make_unique<CountingDriver>(*device->driver);
+  device->allocator = std::make_unique<DeviceAllocator>(*device->counting, options_);
+  device->scopes = std::make_unique<ScopeBoard>(*device->allocator, *device->counting);
+  if (observer_ != nullptr) device->allocator->add_observer(observer_);
+  if (const auto memory = device->counting->memory(); memory.ok()) {
+    device->total = memory.value().total;
+  }
+  const double fraction = fractions_[static_cast<std::size_t>(index)];
+  if (fraction > 0) {
+    device->allocator->set_cap(
+        {static_cast<std::uint64_t>(fraction * static_cast<double>(device->total.n))});
+  }
+  Device* raw = device.release();
+  devices_[static_cast<std::size_t>(index)].store(raw, std::memory_order_release);
+  return raw;
+}
+
+int DeviceRegistry::owner_of(DeviceAddr address) const {
+  for (int i = 0; i < device_count(); ++i) {
+    const Device* device = if_open(i);
+    if (device != nullptr && device->allocator->owns(address)) return i;
+  }
+  return -1;
+}
+
+void DeviceRegistry::set_fraction(int index, double fraction) {
+  MutexLock lock(mu_);
+  fractions_[static_cast<std::size_t>(index)] = fraction;
+  if (Device* device = if_open(index)) {
+    device->allocator->set_cap(
+        {static_cast<std::uint64_t>(fraction * static_cast<double>(device->total.n))});
+  }
+}
+
+double DeviceRegistry::fraction(int index) const {
+  MutexLock lock(mu_);
+  const double fraction = fractions_[static_cast<std::size_t>(index)];
+  return fraction > 0 ? fraction : 1.0;
+}
+
+void DeviceRegistry::shut_down() {
+  shut_down_ = true;
+  for (auto& device : devices_) {
+    if (Device* d = device.load(std::memory_order_acquire)) d->allocator->shut_down();
+  }
+}
+
+}  // namespace gpumemx

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// One allocator a device, for the whole process. Devices are opened at their first use, so that
+// having gpumemx installed starts no CUDA.
+//
+// The registry is leaked on purpose: tensors die during the interpreter's exit and in static
+// destructors, after everything else. Two ends are handled:
+//
+//   exit   from the moment that exit() runs our handler, no driver call is made; frees are ignored.
+//   fork   CUDA does not work in a forked child, so there everything is shut down at once, before
+//          any lock that another thread of the parent may have held is touched.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "base/mutex.hpp"
+#include "core/allocator.hpp"
+#include "driver/counting_driver.hpp"
+#include "driver/device_driver.hpp"
+#include "monitor/scope.hpp"
+
+namespace gpumemx {
+
+struct Device {
+  std::unique_ptr<DeviceDriver> driver;
+  std::unique_ptr<CountingDriver> counting;  // in front of `driver`
+  std::unique_ptr<DeviceAllocator> allocator;
+  std::unique_ptr<ScopeBoard> scopes;
+  Bytes total;  // of the device's memory
+};
+
+class DeviceRegistry {
+ public:
+  using OpenDriver = std::function<Result<std::unique_ptr<DeviceDriver>>(int device)>;
+  static constexpr int kMaxDevices = 64;
+
+  static DeviceRegistry& instance();
+
+  // What devices are opened with from now on. `observer` (or null) is told of every device's pressure
+  // and must live for ever. REQUIRES: options.validate() finds nothing.
+  void configure(Options options, OpenDriver open, Observer* observer) GPUMEMX_EXCLUDES(mu_);
+
+  // How many devices there are; may be called again, and may grow.
+  void set_device_count(int count);
+  int device_count() const { return count_.load(std::memory_order_acquire); }
+
+  // Opens the device at its first use. Fails with the driver's error.
+  Result<Device*> device(int index) GPUMEMX_EXCLUDES(mu_);
+  // Never opens anything; null when the device was not used yet.
+  Device* if_open(int index) const {
+    return index < 0 || index >= kMaxDevices ? nullptr
+                                             : devices_[static_cast<std::size_t>(index)].load(
+                                                   std::memory_order_acquire);
+  }
+  // The scopes of a device. Null before its first use: then there is nothing to measure yet.
+  ScopeBoard* scopes(int index) const {
+    const Device* device = if_open(index);
+    return device == nullptr ? nullptr : device->scopes.get();
+  }
+  // The open device whose block begins at `address`, or -1.
+  int owner_of(DeviceAddr address) const;
+
+  // A cap as a share of the device's memory, (0, 1]; kept for devices that are not open yet.
+  void set_fraction(int index, double fraction) GPUMEMX_EXCLUDES(mu_);
+  double fraction(int index) const GPUMEMX_EXCLUDES(mu_);
+
+  void shut_down();
+  bool is_shut_down() const { return shut_down_.load(); }
+
+ private:
+  DeviceRegistry();
+
+  std::atomic<int> count_{0};
+  std::atomic<bool> shut_down_{false};
+  std::array<std::atomic<Device*>, kMaxDevices> devices_{};
+
+  mutable Mutex mu_;
+  Options options_ GPUMEMX_GUARDED_BY(mu_);
+  OpenDriver open_ GPUMEMX_GUARDED_BY(mu_);
+  Observer* observer_ GPUMEMX_GUARDED_BY(mu_) = nullptr;
+  std::array<double, kMaxDevices> fractions_ GPUMEMX_GUARDED_BY(mu_){};  // 0: not set
+};
+
+}  // namespace gpumemx
