@@ -40,8 +40,9 @@ hash_of() {
 install_package() {
   local stamp="$venv/.gpumemx/package"
   local wanted
-  wanted="$root ${CMAKE_ARGS:-} $(hash_of csrc python cmake CMakeLists.txt setup.py pyproject.toml \
-    VERSION README.md LICENSE)"
+  # The adapter is for the torch that is there.
+  wanted="$root ${CMAKE_ARGS:-} $(python cmake/find_torch.py) $(hash_of csrc python cmake \
+    CMakeLists.txt setup.py pyproject.toml VERSION README.md LICENSE)"
   if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && python -c 'import gpumemx._core' 2>/dev/null; then
     echo "gpumemx: already installed from these sources"
     return

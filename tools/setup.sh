@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Sets a Debian or Ubuntu machine up that has python3 and git:  tools/setup.sh [test] [lint] [coverage]
+# Sets a Debian or Ubuntu machine up that has python3 and git:
+#
+#   tools/setup.sh [test] [lint] [coverage] [torch]
 #
 # Always: a C++20 compiler and Python's headers (system packages), and a Python environment with the
 # build tools (PyPI): the active one, else .venv in the checkout. With `test`: GoogleTest, Catch2 and
-# pytest too; with `lint` and `coverage`: their tools. What is there is left alone, so a second run
-# takes a moment. System packages are installed with sudo when not root.
+# pytest too; with `lint` and `coverage`: their tools; with `torch`: PyTorch and the CUDA libraries
+# that it brings (some GB). What is there is left alone, so a second run takes a moment. System packages
+# are installed with sudo when not root.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 for part in "$@"; do
-  case $part in test | lint | coverage) ;; *) die "tools/setup.sh: no part named '$part'" ;; esac
+  case $part in test | lint | coverage | torch) ;; *) die "tools/setup.sh: no part named '$part'" ;; esac
 done
 wants() { case " $all " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
 all=$*

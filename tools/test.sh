@@ -3,9 +3,11 @@
 #
 # Builds everything and runs all tests, from nothing:  tools/test.sh [--ci]
 #
-#   plain   the C++ tests in a debug build that validates itself, the package and its Python tests
-#   --ci    also: lint, address + undefined-behaviour sanitizers, thread sanitizer, and the random
-#           programs in their long form against the release build
+#   plain   the C++ tests in a debug build that validates itself, the package and its Python tests; with
+#           the adapter for the torch of the environment, if there is one
+#   --ci    also: torch is installed and the tests of its adapter may not be skipped; lint, address +
+#           undefined-behaviour sanitizers, thread sanitizer, and the random programs in their long form
+#           against the release build
 #
 # Ends with "N passed, N failed" over all runners; a step that is no test (a build, lint) counts as
 # one when it fails. GPUMEMX_SEEDS and GPUMEMX_OPS size the random programs (CONTRIBUTING.md).
@@ -19,7 +21,12 @@ case "${1:-}" in
   *) die "usage: tools/test.sh [--ci]" ;;
 esac
 
-if [ -n "$ci" ]; then set_up test lint; else set_up test; fi
+if [ -n "$ci" ]; then
+  set_up test lint torch
+  export GPUMEMX_REQUIRE_TORCH=1  # no test of the adapter may be skipped
+else
+  set_up test
+fi
 
 results="$root/build/results"
 rm -rf "$results"

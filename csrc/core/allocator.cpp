@@ -48,9 +48,15 @@ Timeline& DeviceAllocator::timeline(const StreamInfo& stream) {
   auto& line = timelines_[stream.ref.id];
   if (line == nullptr) {
     line = std::make_unique<Timeline>(stream);
-    timeline_list_.push_back(line.get());
   }
+  list(*line);
   return *line;
+}
+
+void DeviceAllocator::list(Timeline& line) {
+  if (line.is_listed()) return;
+  line.set_listed(true);
+  timeline_list_.push_back(&line);
 }
 
 HeapSet& DeviceAllocator::heap_set(const StreamInfo& stream, PoolId pool) {
@@ -70,6 +76,7 @@ HeapSet& DeviceAllocator::heap_set(const StreamInfo& stream, PoolId pool) {
       set->plain = found->second.options.plain;
     } else {
       default_sets_.push_back(set.get());
+      if (!stream.permanent) ++temporary_sets_;
     }
   }
   last_set_ = set.get();

@@ -113,6 +113,11 @@ class DeviceAllocator {
   // The last release lets the memory go to others, when all work queued until now is done.
   void release_pool(PoolId pool) GPUMEMX_EXCLUDES(work_mu_, mu_);
 
+  // Graphs that use a private pool will be replayed on `stream`, which the allocator may not have seen:
+  // release_pool() then waits for its work too. REQUIRES: the stream is permanent, or its replays are
+  // complete before the pool is released.
+  void note_stream(const StreamInfo& stream) GPUMEMX_EXCLUDES(mu_);
+
   // Between the two, no request waits, no plain memory is freed. May nest. end_capture() comes after
   // the driver's end of the capture and before its stream is destroyed.
   void begin_capture() { captures_.fetch_add(1); }
@@ -164,6 +169,8 @@ class DeviceAllocator {
   std::optional<std::string> validate() const GPUMEMX_EXCLUDES(mu_);
 
  private:
+  static constexpr std::size_t kTemporarySets = 16;
+
   struct SetKey {
     PoolId pool;
     StreamId stream;
@@ -195,6 +202,7 @@ class DeviceAllocator {
     Piece piece;
     HandleId created{};
     bool mapped = false;
+    bool stuck = false;  // mapped, but neither usable nor to be unmapped
   };
   struct Served {
     Block* block = nullptr;
@@ -204,6 +212,7 @@ class DeviceAllocator {
   // allocator.cpp
   HeapSet& heap_set(const StreamInfo& stream, PoolId pool) GPUMEMX_REQUIRES(mu_);
   Timeline& timeline(const StreamInfo& stream) GPUMEMX_REQUIRES(mu_);
+  void list(Timeline& line) GPUMEMX_REQUIRES(mu_);
   Policy policy(Bytes more) const GPUMEMX_REQUIRES(mu_);
   bool wants_plain(const HeapSet& set) const GPUMEMX_REQUIRES(mu_);
   Block* take_hit(HeapSet& set, Bytes size, bool any_waste) GPUMEMX_REQUIRES(mu_);
@@ -246,6 +255,9 @@ class DeviceAllocator {
   // pools.cpp
   bool dissolve_released_pools(MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
   bool dissolve(HeapSet& set, MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
+  void drop_aliases_in(Heap& heap, MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
+  void dissolve_settled_streams(const HeapSet& keep, MutexLock& books)
+      GPUMEMX_REQUIRES(work_mu_, mu_);
 
   // trim.cpp
   void wait_for_idle_memory() GPUMEMX_EXCLUDES(work_mu_, mu_);
@@ -276,6 +288,8 @@ class DeviceAllocator {
   std::vector<Timeline*> timeline_list_ GPUMEMX_GUARDED_BY(mu_);  // in the order of first use
   std::unordered_map<SetKey, std::unique_ptr<HeapSet>, SetKeyHash> sets_ GPUMEMX_GUARDED_BY(mu_);
   std::vector<HeapSet*> default_sets_ GPUMEMX_GUARDED_BY(mu_);
+  std::size_t temporary_sets_ GPUMEMX_GUARDED_BY(mu_) = 0;  // of them, on streams that are not permanent
+  std::size_t temporary_limit_ GPUMEMX_GUARDED_BY(mu_) = kTemporarySets;  // more: look for dead ones
   HeapSet* last_set_ GPUMEMX_GUARDED_BY(mu_) = nullptr;  // of the last request: mostly the next's too
   std::map<PoolId, PrivatePool> pools_ GPUMEMX_GUARDED_BY(mu_);
   std::uint64_t last_pool_ GPUMEMX_GUARDED_BY(mu_) = 0;

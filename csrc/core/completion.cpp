@@ -19,6 +19,7 @@ bool DeviceAllocator::wants_fence(const Timeline& line) const {
 void DeviceAllocator::record_fence(Timeline& line, std::uint64_t epoch) {
   const auto event = driver_.record(line.stream().ref);
   MutexLock lock(mu_);
+  list(line);
   line.set_captured(!event.ok() && event.error().code == Errc::kCaptureActive);
   if (event.ok()) {
     line.add_fence(epoch, event.value(), ++fence_serial_);

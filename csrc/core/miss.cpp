@@ -41,6 +41,7 @@ AllocResult DeviceAllocator::allocate_slow(const AllocRequest& request, Bytes si
     MutexLock books(mu_);
     dissolve_released_pools(books);
     HeapSet& set = heap_set(request.stream, request.pool);
+    dissolve_settled_streams(set, books);
     Served served = serve(set, size, request.size, books);
     if (served.block != nullptr) return hand_out(served.block, request);
     error = std::move(served.error);
@@ -149,7 +150,7 @@ DeviceAllocator::Served DeviceAllocator::execute(const MissPlan& plan, MutexLock
   }
   Bytes reserved{static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
   for (const Piece& piece : plan.pieces) {
-    work.push_back({piece, {}, false});
+    work.push_back({piece, {}, false, false});
     if (Handle* handle = piece.handle) {
       ++(handle->idle_list == &heap.set().idle         ? paths.harvested_own
          : handle->idle_list == &books_.handles.loose() ? paths.harvested_loose
@@ -226,6 +227,8 @@ DeviceAllocator::Served DeviceAllocator::execute(const MissPlan& plan, MutexLock
       heap.install(filling, handle, w.piece.at);
     } else {
       books_.handles.loose().push(handle);
+      // Kept as an alias, so that the address is not given to another handle before it is unmapped.
+      if (w.stuck) unmaps.push_back({w.piece.at, handle, filling->region, {}});
     }
   }
   if (error) {
@@ -253,10 +256,7 @@ std::optional<Error> DeviceAllocator::map_pieces(std::vector<PieceWork>& work) {
     if (!mapped.ok()) return mapped.error();
     const Status usable = driver_.set_access(range);
     if (!usable.ok()) {
-      if (!planted(Fault::kRollbackForgets)) {
-        // The address would be lost if this failed too; it can't be used, so nothing would break.
-        (void)driver_.unmap(range);
-      }
+      if (!planted(Fault::kRollbackForgets)) w.stuck = !driver_.unmap(range).ok();
       // "Out of memory" here means that the driver holds all the mappings it can.
       Error error = usable.error();
       if (error.code == Errc::kOutOfMemory) error.code = Errc::kDriverFailure;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Private pools: their life, and how their memory moves on after the last release.
+// Private pools: their life, and how their memory moves on after the last release. The heap sets of
+// streams that are gone are taken apart in the same way.
 //
 // A graph may be replayed on any stream, so what a pool's memory was last used for can't be told from
 // the streams of its blocks. At the last release an event is recorded on every stream that the
@@ -82,7 +83,52 @@ bool DeviceAllocator::dissolve_released_pools(MutexLock& books) {
   return any;
 }
 
-// Takes what is idle away from a released pool's heap set. True when nothing is left of it.
+// Unmaps the dormant aliases that others' handles have left in a heap, as far as they are complete.
+void DeviceAllocator::drop_aliases_in(Heap& heap, MutexLock& books) {
+  std::vector<Unmap> unmaps;
+  for (Region* region : heap.regions()) {
+    for (DeviceAddr a = region->range.begin; a < region->mapped_end;) {
+      Mapping* m = region->mapping_at(a);
+      a = m == nullptr ? DeviceAddr{a.n / kPage.n * kPage.n} + kPage : m->end();
+      if (m != nullptr && !m->is_home() && m->last_use.complete()) drop_alias(m, unmaps);
+    }
+  }
+  const std::size_t dropped = unmaps.size();
+  books.unlock();
+  (void)unmap_all(unmaps);
+  books.lock();
+  books_.stats.paths.aliases_dropped += dropped - unmaps.size();
+  restore(unmaps);
+}
+
+// Programs make streams and throw them away. What such a stream's heap set holds is reachable for
+// others, but the set itself would stay for ever, with its addresses: sets whose work is complete and
+// that have nothing in use are taken apart. A stream that lives on gets a new one.
+void DeviceAllocator::dissolve_settled_streams(const HeapSet& keep, MutexLock& books) {
+  if (temporary_sets_ <= temporary_limit_) return;
+  const std::vector<HeapSet*> sets = default_sets_;  // erased only under work_mu_, so by nobody else
+  for (HeapSet* set : sets) {
+    Timeline& line = *set->timeline;
+    if (set == &keep || line.stream().permanent || !line.is_settled()) continue;
+    if (!dissolve(*set, books)) continue;
+    if (last_set_ == set) last_set_ = nullptr;
+    std::erase(default_sets_, set);
+    --temporary_sets_;
+    sets_.erase({kDefaultPool, line.stream().ref.id});
+    if (line.is_settled()) {
+      line.set_listed(false);
+      std::erase(timeline_list_, &line);
+    }
+  }
+  temporary_limit_ = 2 * temporary_sets_ + kTemporarySets;
+}
+
+void DeviceAllocator::note_stream(const StreamInfo& stream) {
+  MutexLock lock(mu_);
+  (void)timeline(stream);
+}
+
+// Takes what is idle away from a heap set. True when nothing is left of it.
 bool DeviceAllocator::dissolve(HeapSet& set, MutexLock& books) {
   bool gone = true;
   for (auto& heap : set.heaps) {
@@ -101,11 +147,14 @@ bool DeviceAllocator::dissolve(HeapSet& set, MutexLock& books) {
       }
     }
     for (Handle* handle : idle) {
+      // The books were open meanwhile; in a pool that is still in use somebody may have taken it.
+      if (handle->home == nullptr || handle->home->heap != heap.get() || handle->busy()) continue;
       if (is_plain(heap->kind())) {
         if (captures_.load() > 0 || !release_plain(handle, books)) gone = false;
         continue;
       }
       Heap::leave_home(handle);
+      if (handle->idle_list != nullptr) handle->idle_list->remove(handle);
       handle->pinned = false;
       handle->last_use = {};
       std::vector<Unmap> unmaps;
@@ -120,6 +169,7 @@ bool DeviceAllocator::dissolve(HeapSet& set, MutexLock& books) {
       restore(unmaps);
       books_.handles.loose().push(handle);
     }
+    drop_aliases_in(*heap, books);
     if (!heap->empty()) {
       gone = false;
     } else {

@@ -18,8 +18,8 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <optional>
+#include <vector>
 
 #include "base/units.hpp"
 
@@ -59,6 +59,11 @@ class Timeline {
   // Whether that was because the stream is capturing: when the capture ends, it still exists.
   bool is_captured() const { return is_captured_; }
   void set_captured(bool captured) { is_captured_ = captured; }
+  // Nothing is under way: every free so far has its event, and all of those were reached.
+  bool is_settled() const { return fences_.empty() && open_frees_ == 0 && done_ + 1 == epoch_; }
+  // Whether the allocator looks at it when it asks all streams; it leaves those that have settled out.
+  bool is_listed() const { return is_listed_; }
+  void set_listed(bool listed) { is_listed_ = listed; }
 
   struct Fence {
     std::uint64_t epoch = 0;
@@ -70,7 +75,7 @@ class Timeline {
   std::size_t fences() const { return fences_.size(); }
   Fence& oldest() { return fences_.front(); }  // REQUIRES: has_fences()
   Fence* newest() { return fences_.empty() ? nullptr : &fences_.back(); }
-  void drop_oldest() { fences_.pop_front(); }
+  void drop_oldest() { fences_.erase(fences_.begin()); }
   Fence* find(EventId event);
   // The oldest event that is not known to be reached, or null. A reached one stays in front of it
   // while somebody waits for that.
@@ -90,7 +95,8 @@ class Timeline {
   std::uint32_t open_frees_ = 0;
   Bytes open_bytes_;
   bool is_captured_ = false;
-  std::deque<Fence> fences_;
+  bool is_listed_ = false;
+  std::vector<Fence> fences_;  // by epoch
 };
 
 // The end of a use of memory: nothing, or an epoch of a stream.

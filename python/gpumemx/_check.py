@@ -151,8 +151,9 @@ def check_command() -> int:
         print(f"{what:<18}{found}")
     if report.settings:
         print("\nSettings")
-    for setting in report.settings:
-        print(f"  {setting.key:<16}{setting.value:<10} from {setting.source}")
+    width = max((len(s.key) for s in report.settings), default=0)
+    for s in report.settings:
+        print(f"  {s.key:<{width}}  {s.value:<10} from {s.source}")
     print()
     disabled = os.environ.get("GPUMEMX_DISABLE", "").strip().lower() not in _OFF
     if disabled:

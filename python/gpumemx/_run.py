@@ -55,7 +55,9 @@ def run_command(words: Sequence[str]) -> int:
             _run_module(command)
         else:
             _run_script(command)
-    except Exception:
+    except SystemExit:
+        raise
+    except BaseException:
         _hide_our_frames()
         raise
     return 0
@@ -130,8 +132,10 @@ def _run_script(command: list[str]) -> None:
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
     _set_path(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    # As python does it: absolute, else as it was written.
+    full_path = os.path.join(os.getcwd(), path.removeprefix("./"))  # noqa: PTH109, PTH118
     try:
-        with io.open_code(os.path.abspath(path)) as file:  # noqa: PTH100
+        with io.open_code(full_path) as file:
             source = file.read()
     except OSError as error:
         print(
@@ -140,23 +144,27 @@ def _run_script(command: list[str]) -> None:
         )
         raise SystemExit(2) from None
     module.__dict__.update(
-        __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path)
+        __file__=full_path, __cached__=None, __loader__=SourceFileLoader("__main__", full_path)
     )
-    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+    exec(compile(source, full_path, "exec", dont_inherit=True), module.__dict__)
+
+
+_RUNPY = {runpy.__file__, "<frozen runpy>"}
 
 
 def _hide_our_frames() -> None:
     """Let the traceback of an error that nobody catches begin in the program."""
     shown = sys.excepthook
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
 
     def show(
         kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
     ) -> None:
-        first = trace
-        while first is not None and first.tb_frame.f_code.co_filename not in ours:
-            first = first.tb_next  # the command's own, above this module's
-        while first is not None and first.tb_frame.f_code.co_filename in ours:
+        first, entry = trace, trace
+        while entry is not None:
+            if entry.tb_frame.f_code.co_filename == __file__:
+                first = entry.tb_next
+            entry = entry.tb_next
+        while first is not None and first.tb_frame.f_code.co_filename in _RUNPY:
             first = first.tb_next
         shown(kind, error.with_traceback(first), first)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Installing: where settings come from, what is refused and in which words, and what is not started."""
+"""Installing: where settings come from, what is refused in which words, what is not started."""
 
 import sys
 from pathlib import Path
@@ -158,8 +158,9 @@ def test_a_second_call_is_fine_unless_it_asks_for_something_else() -> None:
         """
     )
     assert shown.startswith(
-        "gpumemx is installed already with cap:2GiB (from install_allocator()), and settings cannot "
-        "change while a process runs; cap:3GiB has to be given to the first install_allocator()"
+        "gpumemx is installed already with cap:2GiB (from install_allocator()), and settings "
+        "cannot change while a process runs; cap:3GiB has to be given to the first "
+        "install_allocator()"
     )
 
 
@@ -297,7 +298,7 @@ def test_reading_imports_no_torch() -> None:
 
 
 def test_import_install_and_reading_start_no_cuda() -> None:
-    # Without libcuda in the process there is no context. (The runtime, libcudart, comes with torch.)
+    # Without libcuda in the process there is no context. (The runtime, libcudart, is torch's.)
     started = "any('libcuda.so' in line for line in open('/proc/self/maps'))"
     program_text = (
         f"import torch\nprint({started})\n{READS}\ngpumemx.install_allocator()\n{READS}\n"

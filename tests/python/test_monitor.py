@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""gpumemx.monitor: figures, nesting, functions, and what it says when there is nothing to measure."""
+"""gpumemx.monitor: figures, nesting, functions, and what it says when nothing is measured."""
 
 import ast
 import asyncio

@@ -194,7 +194,8 @@ def test_it_works_under_torchrun(how: str, program: Path) -> None:
         "import os, sys, gpumemx, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "rank = dist.get_rank()\n"
-        "print('rank', rank, gpumemx.is_installed(), sys.argv[1:], flush=True)\n"
+        "line = f'rank {rank} {gpumemx.is_installed()} {sys.argv[1:]}\\n'\n"
+        "os.write(1, line.encode())  # at once: both ranks write to one pipe\n"
         "dist.barrier(); dist.destroy_process_group()\n"
         "sys.exit(3 if rank == 1 and sys.argv[1:] == ['fail'] else 0)\n"
     )

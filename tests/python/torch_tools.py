@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the tests of the adapter share: whether there is one, and programs in processes of their own.
+"""What the tests of the adapter share: whether there is one, and programs as processes.
 
 Most tests run a program: torch's allocator can be replaced once in a process, and what is looked at
 is often how the process ends.

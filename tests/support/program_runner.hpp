@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Carries out a random program (programs.hpp) on a DeviceAllocator over the simulated device, beside
-// a model too simple to be wrong: the table of live blocks with the tag that each must hold.
+// Carries out a random program (programs.hpp) on a DeviceAllocator over the simulated device,
+// beside a model too simple to be wrong: the table of live blocks and the tag that each must hold.
 //
 // The program keeps the contract of a stream-ordered allocator and nothing more: a block is written
 // on its stream as soon as it is handed out, it is freed while that work is still queued, and work
@@ -62,7 +62,8 @@ class ProgramRunner {
       }
     }
     if (!broken_) finish();
-    if (broken_) allocator_->shut_down();  // nothing is sure any more: it only frees its own records
+    if (broken_)
+      allocator_->shut_down();  // nothing is sure any more: it only frees its own records
     return broken_;
   }
 
@@ -239,7 +240,8 @@ class ProgramRunner {
     if (next != ranges_.begin()) {
       const auto before = std::prev(next);
       if (before->second.end() > b.address) {
-        fail("two live blocks overlap: " + describe(b.whole()) + " and " + describe(before->second));
+        fail("two live blocks overlap: " + describe(b.whole()) + " and " +
+             describe(before->second));
       }
     }
     ranges_.emplace_hint(next, b.address, b.whole());
@@ -262,7 +264,8 @@ class ProgramRunner {
     allocator_->free(b.address);
   }
   void record(Block& b, std::size_t stream) {
-    if (!allocator_->record_stream(b.address, info(stream))) fail("record_stream() of a live block");
+    if (!allocator_->record_stream(b.address, info(stream)))
+      fail("record_stream() of a live block");
     if (stream == b.stream) return;
     if (std::find(b.recorded.begin(), b.recorded.end(), stream) != b.recorded.end()) return;
     b.recorded.push_back(stream);
@@ -276,6 +279,7 @@ class ProgramRunner {
   }
 
   void do_alloc(const Op& op) {
+    relieve(op.c >> 16);
     const auto stream = pick_stream(op.b, [](const Stream& s) { return usable(s); });
     if (!stream) return;
     std::optional<std::size_t> pool;
@@ -283,7 +287,6 @@ class ProgramRunner {
       pool = pick_pool(op.c >> 8, [](const Pool& p) { return !p.graphs_only && !p.released; });
     }
     const bool may_exceed = (op.c >> 56) < 16;
-    relieve(op.c >> 16);
     while (!may_exceed && !live_.empty() && live_bytes_ + Bytes{op.a} > program_.most_live) {
       free_at(static_cast<std::size_t>(next_number() % live_.size()), next_number());
     }
@@ -333,8 +336,7 @@ class ProgramRunner {
       case 4:  // and on a third
         record(b, *other);
         if (!b.only_read && move_to(b, *other)) use(b, *other, op.c >> 8);
-        if (const auto third =
-                pick_stream(op.c >> 32, [](const Stream& s) { return usable(s); });
+        if (const auto third = pick_stream(op.c >> 32, [](const Stream& s) { return usable(s); });
             third && !b.only_read && order(b.cursor, *third)) {
           record(b, *third);
           b.cursor = *third;
@@ -415,9 +417,8 @@ class ProgramRunner {
     if (!stream) return;
     std::optional<std::size_t> pool;
     if (op.b % 3 == 0) {
-      pool = pick_pool(op.b >> 8, [](const Pool& p) {
-        return p.graphs_only && !p.released && !p.capturing;
-      });
+      pool = pick_pool(op.b >> 8,
+                       [](const Pool& p) { return p.graphs_only && !p.released && !p.capturing; });
     }
     if (!pool) pool = add_pool(true, {});
     allocator_->begin_capture();
@@ -467,7 +468,8 @@ class ProgramRunner {
     const auto index = pick_capture(op.b);
     if (!index || captures_[*index].blocks.empty()) return;
     Capture& capture = captures_[*index];
-    use(capture.blocks[static_cast<std::size_t>(op.a % capture.blocks.size())], capture.stream, op.c);
+    use(capture.blocks[static_cast<std::size_t>(op.a % capture.blocks.size())], capture.stream,
+        op.c);
   }
   void do_end_capture(const Op& op) {
     if (const auto index = pick_capture(op.a)) end_capture(*index);
@@ -488,8 +490,7 @@ class ProgramRunner {
 
   void do_replay(const Op& op) {
     const auto pool = pick_pool(op.a, [](const Pool& p) { return !p.graphs.empty(); });
-    const auto stream =
-        pick_stream(op.b, [](const Stream& s) { return usable(s) && s.permanent; });
+    const auto stream = pick_stream(op.b, [](const Stream& s) { return usable(s) && s.permanent; });
     if (!pool || !stream) return;
     Pool& p = pools_[*pool];
     if (p.cursor && !order(*p.cursor, *stream)) return;
@@ -514,9 +515,8 @@ class ProgramRunner {
   }
 
   void do_drop_graphs(const Op& op) {
-    const auto pool = pick_pool(op.a, [](const Pool& p) {
-      return p.graphs_only && !p.released && !p.capturing;
-    });
+    const auto pool =
+        pick_pool(op.a, [](const Pool& p) { return p.graphs_only && !p.released && !p.capturing; });
     if (!pool) return;
     Pool& p = pools_[*pool];
     std::vector<Block> outputs;
@@ -545,8 +545,7 @@ class ProgramRunner {
     p.released = true;
   }
   void do_release_pool(const Op& op) {
-    const auto pool =
-        pick_pool(op.a, [](const Pool& p) { return !p.graphs_only && !p.released; });
+    const auto pool = pick_pool(op.a, [](const Pool& p) { return !p.graphs_only && !p.released; });
     if (!pool) return;
     if (op.b % 3 != 0) {  // else its blocks outlive it
       for (std::size_t i = live_.size(); i-- > 0;) {
@@ -554,7 +553,7 @@ class ProgramRunner {
       }
     }
     release(pools_[*pool]);
-    // The slot may be taken by a new pool: blocks that are left belong to none that the model knows.
+    // The slot may go to a new pool: blocks that are left belong to none that the model knows.
     for (Block& b : live_) {
       if (b.pool == pool) b.pool.reset();
     }
@@ -602,7 +601,8 @@ class ProgramRunner {
         fired != gpu_.faults_fired()) {
       return;
     }
-    if (r.wanted.n != 0) fail("a trim of everything kept idle memory: " + std::to_string(r.wanted.n));
+    if (r.wanted.n != 0)
+      fail("a trim of everything kept idle memory: " + std::to_string(r.wanted.n));
     if (r.pending.n != 0 && !has_lost_events()) fail("a trim that waited left memory pending");
   }
 
@@ -669,11 +669,13 @@ class ProgramRunner {
         others_ = std::min(others_, program_.device.capacity - gpu_.reserved_bytes());
         return gpu_.occupy(others_);
       case Op::kCap:
-        return allocator_->set_cap(
-            op.a >= 1000 ? Bytes{~0ull} : Bytes{program_.device.capacity.n / 100 * op.a});
+        return allocator_->set_cap(op.a >= 1000 ? Bytes{~0ull}
+                                                : Bytes{program_.device.capacity.n / 100 * op.a});
       case Op::kResetPeaks:
-        if (op.a % 2 == 0) allocator_->reset_peaks();
-        else allocator_->reset_accumulated();
+        if (op.a % 2 == 0)
+          allocator_->reset_peaks();
+        else
+          allocator_->reset_accumulated();
         return;
       case Op::kNonsense: {
         AllocRequest request;
@@ -701,12 +703,13 @@ class ProgramRunner {
 
   void check_verdict(const OomVerdict& v, const AllocRequest& request, bool something_failed) {
     const auto text = [&] {
-      return " (block " + std::to_string(v.block.n) + ", cause " + to_string(v.cause) + ", reserved " +
-             std::to_string(v.reserved.n) + ", live " + std::to_string(v.live.n) + ", pending " +
-             std::to_string(v.pending.n) + ", held " + std::to_string(v.held.n) + ", idle_pending " +
-             std::to_string(v.idle_pending.n) + ", idle_private " + std::to_string(v.idle_private.n) +
-             ", idle " + std::to_string(v.idle.n) + ", free " + std::to_string(v.device_free.n) +
-             ", cap " + std::to_string(v.cap.n) + ", said " + v.driver_said + ")";
+      return " (block " + std::to_string(v.block.n) + ", cause " + to_string(v.cause) +
+             ", reserved " + std::to_string(v.reserved.n) + ", live " + std::to_string(v.live.n) +
+             ", pending " + std::to_string(v.pending.n) + ", held " + std::to_string(v.held.n) +
+             ", idle_pending " + std::to_string(v.idle_pending.n) + ", idle_private " +
+             std::to_string(v.idle_private.n) + ", idle " + std::to_string(v.idle.n) + ", free " +
+             std::to_string(v.device_free.n) + ", cap " + std::to_string(v.cap.n) + ", said " +
+             v.driver_said + ")";
     };
     if ((v.live + v.pending + v.held + v.idle_pending + v.idle_private + v.idle) != v.reserved) {
       return fail("the parts of an OOM verdict are not what is reserved" + text());
@@ -715,7 +718,8 @@ class ProgramRunner {
       return fail("an OOM verdict's reserved is not the device's: " +
                   std::to_string(gpu_.reserved_bytes().n) + text());
     }
-    if (v.live != live_bytes_ && !is_racing_) return fail("an OOM verdict's live is not what is live" + text());
+    if (v.live != live_bytes_ && !is_racing_)
+      return fail("an OOM verdict's live is not what is live" + text());
     if (v.device_known && (v.device_total != v.reserved + v.others + v.device_free ||
                            v.device_total != program_.device.capacity || v.others != others_)) {
       return fail("the device's figures of an OOM verdict are wrong" + text());
@@ -723,6 +727,12 @@ class ProgramRunner {
     if (!v.device_known && !something_failed) return fail("the device was not asked at an OOM");
     if (v.requested != request.size || v.block != block_size(request.size)) {
       return fail("an OOM verdict is about another request");
+    }
+
+    // More than the device has is refused at once, without waiting for anything.
+    if (v.cause == OomCause::kNonsenseSize) {
+      if (v.block <= program_.device.capacity) fail("a size is called nonsense" + text());
+      return;
     }
 
     // Was it justified? Everything that is idle can be moved or replaced in pages, and everything

@@ -4,9 +4,9 @@
 // before anything runs, so that it can be printed, and still runs when any of them are left out: a
 // number picks among what exists at that moment. program_runner.hpp carries programs out.
 //
-// Most programs are made of scenes that look like real ones (training steps, graphs, two streams that
-// hand memory to each other, a device that gets full), for it is repetition with small changes that
-// makes memory move; a few operations of any kind are strewn in everywhere.
+// Most programs are made of scenes that look like real ones (training steps, graphs, two streams
+// that hand memory to each other, a device that gets full), for it is repetition with small changes
+// that makes memory move; a few operations of any kind are strewn in everywhere.
 #pragma once
 
 #include <algorithm>
@@ -63,15 +63,15 @@ struct Op {
     kReleasePool,
     kCreateStream,
     kDestroyStream,
-    kFailNth,     // driver call a, the b-th from now
-    kBreakMaps,   // mapping fails from now on; a: for good
+    kFailNth,    // driver call a, the b-th from now
+    kBreakMaps,  // mapping fails from now on; a: for good
     kMendMaps,
-    kOccupy,      // others take a percent of the device
-    kCap,         // a percent of the device
+    kOccupy,  // others take a percent of the device
+    kCap,     // a percent of the device
     kResetPeaks,
-    kNonsense,    // a request of a bytes, which nobody can serve
+    kNonsense,  // a request of a bytes, which nobody can serve
     kHistory,
-    kCheck,       // everything that can be checked
+    kCheck,  // everything that can be checked
   };
   Kind kind;
   std::uint64_t a = 0, b = 0, c = 0;
@@ -79,11 +79,14 @@ struct Op {
 
 inline std::string to_text(const Op& op) {
   static constexpr const char* kNames[] = {
-      "alloc",        "free",        "use",         "cross",         "free_elsewhere", "complete",
-      "complete_all", "advance",     "trim",        "maintain",      "begin_capture",  "graph_alloc",
-      "graph_free",   "graph_use",   "end_capture", "replay",        "drop_graphs",    "create_pool",
-      "release_pool", "create_stream", "destroy_stream", "fail_nth", "break_maps",     "mend_maps",
-      "occupy",       "cap",         "reset_peaks", "nonsense",      "history",        "check"};
+      "alloc",          "free",        "use",           "cross",
+      "free_elsewhere", "complete",    "complete_all",  "advance",
+      "trim",           "maintain",    "begin_capture", "graph_alloc",
+      "graph_free",     "graph_use",   "end_capture",   "replay",
+      "drop_graphs",    "create_pool", "release_pool",  "create_stream",
+      "destroy_stream", "fail_nth",    "break_maps",    "mend_maps",
+      "occupy",         "cap",         "reset_peaks",   "nonsense",
+      "history",        "check"};
   return std::string(kNames[op.kind]) + " {" + std::to_string(op.a) + ", " + std::to_string(op.b) +
          ", " + std::to_string(op.c) + "}";
 }
@@ -92,9 +95,9 @@ struct Program {
   std::uint64_t seed = 0;
   SimOptions device;
   Options options;
-  bool lags = false;            // work completes by the clock, not when the program says so
-  std::uint64_t streams = 2;    // permanent ones
-  Bytes most_live;              // allocations free others first when they would go beyond
+  bool lags = false;          // work completes by the clock, not when the program says so
+  std::uint64_t streams = 2;  // permanent ones
+  Bytes most_live;            // allocations free others first when they would go beyond
   std::vector<Op> ops;
 };
 
@@ -165,7 +168,8 @@ class ProgramMaker {
     if (random_.percent(70)) o.fence_frees = static_cast<std::uint32_t>(random_.from(1, 64));
     if (random_.percent(70)) o.fence_bytes = mib(random_.from(1, 64));
     if (random_.percent(30)) o.max_fences = static_cast<std::uint32_t>(random_.from(1, 16));
-    if (random_.percent(15)) o.cap = Bytes{program_.device.capacity.n / 100 * random_.from(50, 100)};
+    if (random_.percent(15))
+      o.cap = Bytes{program_.device.capacity.n / 100 * random_.from(50, 100)};
     if (random_.percent(10)) o.max_mappings = random_.from(16, 256);
     o.plain = random_.percent(4);
     o.background = random_.percent(40);
@@ -241,8 +245,8 @@ class ProgramMaker {
     }
   }
   void alloc(Bytes size, std::uint64_t stream) {
-    add(Op::kAlloc, size.n, stream, has_pools_ && random_.percent(6) ? random_.next() | 1
-                                                                     : random_.next() & ~1ull);
+    add(Op::kAlloc, size.n, stream,
+        has_pools_ && random_.percent(6) ? random_.next() | 1 : random_.next() & ~1ull);
   }
   void free(std::uint64_t order) { add(Op::kFree, order, random_.next(), random_.next()); }
 
@@ -352,7 +356,8 @@ class ProgramMaker {
     const std::uint64_t n = random_.from(50, 200);
     for (std::uint64_t i = 0; i < n; ++i) {
       if (random_.percent(45)) {
-        alloc(random_.percent(60) ? palette_[random_.below(palette_.size())] : size(), random_.next());
+        alloc(random_.percent(60) ? palette_[random_.below(palette_.size())] : size(),
+              random_.next());
       } else {
         free(2);
       }
@@ -378,8 +383,9 @@ class ProgramMaker {
       add(Op::kBeginCapture, random_.next(), random_.next(), random_.next());
       const std::uint64_t n = random_.from(3, 25);
       for (std::uint64_t j = 0; j < n; ++j) {
-        add(Op::kGraphAlloc, random_.percent(50) ? palette_[random_.below(palette_.size())].n
-                                                 : size().n, ~0ull, random_.next());
+        add(Op::kGraphAlloc,
+            random_.percent(50) ? palette_[random_.below(palette_.size())].n : size().n, ~0ull,
+            random_.next());
         if (random_.percent(60)) add(Op::kGraphFree, random_.next(), ~0ull, random_.next());
         if (random_.percent(20)) add(Op::kGraphUse, random_.next(), ~0ull, random_.next());
         if (random_.percent(20)) alloc(size(), random_.next());

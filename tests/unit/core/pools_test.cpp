@@ -96,6 +96,57 @@ TEST_F(PoolsTest, WaitsForTheWorkOfEveryStreamThatMayReplayAGraph) {
   gpu_.set_manual(b_.ref, false);
 }
 
+TEST_F(PoolsTest, WaitsForAStreamThatWasOnlyNotedWhenAGraphIsReplayedThere) {
+  gpu_.set_manual(true);
+  const StreamInfo c = new_stream();
+  const PoolId pool = allocator_->create_pool({});
+  const DeviceAddr block = alloc(30_MiB, a_, pool);
+  gpu_.begin_capture(main_, CaptureMode::kRelaxed);
+  gpu_.launch(main_, {writes({block, 30_MiB}, 9)});
+  gpu_.launch(main_, {reads({block, 30_MiB}, 9)});
+  const auto graph = gpu_.end_capture(main_);
+  ASSERT_TRUE(graph.ok());
+  allocator_->note_stream(c);  // nothing was ever allocated on it
+  gpu_.replay_graph(graph.value(), c.ref);
+  free(block);
+  allocator_->release_pool(pool);
+  const DeviceAddr other = alloc(40_MiB, b_);
+  gpu_.launch(b_.ref, {writes({other, 40_MiB}, 5)});
+  gpu_.complete(b_.ref);
+  gpu_.complete(c.ref);  // the graph runs last and must find its memory: hazards are checked at the end
+  EXPECT_EQ(reserved(), 70_MiB);
+  gpu_.complete_all();
+}
+
+TEST_F(PoolsTest, HeapSetsOfStreamsThatAreGoneAreTakenApart) {
+  for (int i = 0; i < 400; ++i) {
+    const StreamInfo stream = temporary(gpu_.new_stream());
+    for (const Bytes size : {1_KiB, 3_MiB, 8_MiB}) free(alloc(size, stream));
+    gpu_.destroy_stream(stream.ref);
+  }
+  // They would have used up the addresses long ago, and served the rest from plain memory.
+  EXPECT_EQ(paths().plain_segments, 0u);
+  EXPECT_LE(reserved(), 64_MiB);
+  EXPECT_EQ(allocator_->validate().value_or(""), "");
+}
+
+TEST_F(PoolsTest, ATemporaryStreamThatLivesOnGetsANewHeapSet) {
+  const StreamInfo stays = temporary(gpu_.new_stream());
+  free(alloc(8_MiB, stays));
+  const DeviceAddr kept = alloc(3_MiB, stays);
+  for (int i = 0; i < 100; ++i) {
+    const StreamInfo stream = temporary(gpu_.new_stream());
+    free(alloc(8_MiB, stream));
+    gpu_.destroy_stream(stream.ref);
+  }
+  EXPECT_EQ(allocator_->find_block(kept)->size, 3_MiB);  // a set with something in use stays
+  free(kept);
+  const DeviceAddr again = alloc(8_MiB, stays);
+  ASSERT_TRUE(allocator_->record_stream(again, b_));
+  free(again);
+  EXPECT_EQ(allocator_->validate().value_or(""), "");
+}
+
 TEST_F(PoolsTest, BlocksThatOutliveTheirPoolGoWithTheirFree) {
   const PoolId pool = allocator_->create_pool({});
   const DeviceAddr idle = alloc(64_MiB, a_, pool);

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Our figures in torch's words. The only file that knows both vocabularies: live is torch's
+// allocated, live and pending its active, held its inactive_split.
+#pragma once
+
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <string>
+#include <vector>
+
+#include "core/allocator.hpp"
+
+namespace gpumemx::adapter {
+
+c10::cuda::CUDACachingAllocator::DeviceStats to_torch(const Stats& stats);
+
+// A segment is a contiguous run of memory of one heap.
+std::vector<c10::cuda::CUDACachingAllocator::SegmentInfo> to_torch(
+    c10::DeviceIndex device, const std::vector<BlockInfo>& blocks);
+
+// torch's own first sentences, which tools match, then why.
+std::string out_of_memory_text(c10::DeviceIndex device, const OomVerdict& verdict);
+
+}  // namespace gpumemx::adapter

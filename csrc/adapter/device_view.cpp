@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "adapter/device_view.hpp"
+
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <algorithm>
+
+#include "monitor/summary.hpp"
+
+namespace gpumemx::adapter {
+
+namespace {
+
+// torch's own allocator when it is in charge and has started, else null.
+torch_alloc::CUDAAllocator* torchs_own() {
+  torch_alloc::CUDAAllocator* current = torch_alloc::get();
+  if (current == nullptr || current == installed() || !current->initialized()) return nullptr;
+  return current;
+}
+
+Bytes bytes(std::int64_t n) { return {static_cast<std::uint64_t>(std::max<std::int64_t>(n, 0))}; }
+
+}  // namespace
+
+DeviceView::DeviceView(int device)
+    : device_(device),
+      ours_(installed() != nullptr ? DeviceRegistry::instance().if_open(device) : nullptr) {
+  const int count = DeviceRegistry::instance().device_count();
+  TORCH_CHECK_INDEX(device >= 0 && (count == 0 || device < count),
+                    "gpumemx: there is no CUDA device ", device, "; this process has ", count);
+}
+
+MemoryFigures DeviceView::figures() const {
+  if (ours_ != nullptr) return ours_->allocator->memory_figures();
+  MemoryFigures f;
+  f.cap = {~0ull};
+  torch_alloc::CUDAAllocator* torch = torchs_own();
+  if (torch == nullptr) return f;
+  const auto device = static_cast<c10::DeviceIndex>(device_);
+  const auto stats = torch->getDeviceStats(device);
+  f.reserved = bytes(stats.reserved_bytes[0].current);
+  f.live = bytes(stats.allocated_bytes[0].current);
+  f.pending = bytes(stats.active_bytes[0].current) - f.live;
+  f.held = bytes(stats.inactive_split_bytes[0].current);
+  f.idle = f.reserved - std::min(f.reserved, f.live + f.pending + f.held);
+  const auto [free, total] = torch->getMemoryInfo(device);
+  f.device_known = total >= free + f.reserved.n;
+  if (f.device_known) {
+    f.device_total = {total};
+    f.device_free = {free};
+    f.others = {total - free - f.reserved.n};
+  }
+  return f;
+}
+
+std::string DeviceView::summary() const {
+  std::string note;
+  if (!exact()) {
+    const std::string gpu = "GPU " + std::to_string(device_);
+    if (installed() != nullptr) return gpu + ": nothing was allocated there yet.\n";
+    if (torchs_own() == nullptr) return gpu + ": CUDA has not started, nothing is reserved.\n";
+    note =
+        "These are torch's own figures; with its expandable segments, held memory counts as "
+        "cached. Install gpumemx for exact ones.";
+  } else if (installed()->was_late()) {
+    note = "Blocks from before the late installation belong to torch's own allocator: others.";
+  }
+  return summary_table(device_, exact() ? "gpumemx" : "torch", figures(), note);
+}
+
+TrimReport DeviceView::clear_cache(bool wait) const {
+  if (ours_ != nullptr) return ours_->allocator->trim({std::nullopt, {}, wait});
+  TrimReport report;
+  torch_alloc::CUDAAllocator* torch = torchs_own();
+  if (torch == nullptr) return report;
+  const Bytes before = figures().reserved;
+  torch->emptyCache({0, 0});
+  const MemoryFigures after = figures();
+  report.released = before - std::min(before, after.reserved);
+  report.live = after.live + after.pending;
+  report.held = after.held + after.idle;
+  return report;
+}
+
+Stats DeviceView::stats() const { return ours_ != nullptr ? ours_->allocator->stats() : Stats{}; }
+
+Scope::Scope(int device, bool from_start)
+    : device_(device),
+      exact_(installed() != nullptr),
+      board_(exact_ ? DeviceRegistry::instance().scopes(device) : nullptr) {
+  if (board_ != nullptr) {
+    open_ = board_->begin(from_start);
+    return;
+  }
+  const MemoryFigures now = DeviceView(device).figures();
+  if (from_start) return;
+  figures_.before = figures_.after = figures_.peak = now.live;
+  if (torch_alloc::CUDAAllocator* torch = torchs_own()) {
+    const auto stats = torch->getDeviceStats(static_cast<c10::DeviceIndex>(device));
+    torch_peak_before_ = bytes(stats.allocated_bytes[0].peak);
+    torch_allocations_before_ = stats.allocation[0].allocated;
+    torch_calls_before_ = stats.num_device_alloc + stats.num_device_free;
+  }
+}
+
+Scope::~Scope() { (void)end(); }
+
+void Scope::read_torch(torch_alloc::CUDAAllocator& torch) {
+  const auto since = [](std::int64_t now, std::int64_t before) {
+    return static_cast<std::uint64_t>(std::max<std::int64_t>(0, now - before));
+  };
+  const auto stats = torch.getDeviceStats(static_cast<c10::DeviceIndex>(device_));
+  figures_.after = bytes(stats.allocated_bytes[0].current);
+  figures_.peak = std::max(figures_.peak, figures_.after);
+  const Bytes peak = bytes(stats.allocated_bytes[0].peak);
+  if (peak > torch_peak_before_) figures_.peak = std::max(figures_.peak, peak);
+  figures_.allocations = since(stats.allocation[0].allocated, torch_allocations_before_);
+  figures_.driver_calls =
+      since(stats.num_device_alloc + stats.num_device_free, torch_calls_before_);
+}
+
+ScopeFigures Scope::read() {
+  if (ended_) return figures_;
+  if (board_ == nullptr && installed() != nullptr) {  // opened since, by the first allocation
+    board_ = DeviceRegistry::instance().scopes(device_);
+    if (board_ != nullptr) open_ = board_->begin(/*from_start=*/true);
+  }
+  if (board_ != nullptr) return board_->read(open_);
+  if (torch_alloc::CUDAAllocator* torch = torchs_own()) read_torch(*torch);
+  return figures_;
+}
+
+std::string Scope::report(const std::string& name) {
+  const ScopeFigures figures = read();
+  if (exact_) return describe(name, figures);
+  return describe_memory(name, figures) + ", " + std::to_string(figures.driver_calls) +
+         " calls of cudaMalloc and cudaFree\nOn torch's own allocator the peak is known only where "
+         "it "
+         "is a new peak of the process, and the driver's time is not known.";
+}
+
+ScopeFigures Scope::end() {
+  if (ended_) return figures_;
+  figures_ = read();
+  if (board_ != nullptr) figures_ = board_->end(open_);
+  ended_ = true;
+  return figures_;
+}
+
+}  // namespace gpumemx::adapter

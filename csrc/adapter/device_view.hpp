@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// One device's memory as seen through whichever allocator torch has: gpumemx when it is installed,
+// else torch's own, whose figures say less. Reading never starts CUDA: before it has started,
+// everything is zero.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "adapter/install.hpp"
+#include "monitor/scope.hpp"
+
+namespace gpumemx::adapter {
+
+class DeviceView {
+ public:
+  // REQUIRES: device >= 0. Throws c10::Error (IndexError in Python) beyond the last device.
+  explicit DeviceView(int device);
+
+  bool exact() const { return ours_ != nullptr; }
+  MemoryFigures figures() const;
+  std::string summary() const;
+  TrimReport clear_cache(bool wait) const;
+  Stats stats() const;  // zeros where gpumemx has not opened the device
+
+ private:
+  int device_;
+  Device* ours_;
+};
+
+// A scope on one device, of either allocator. With torch's own the peak inside is known only when it
+// is a new peak of the process; else it is the larger of the two ends, which may be too low; and of
+// the driver's calls only cudaMalloc and cudaFree are counted, without their time.
+class Scope {
+ public:
+  // `from_start`: began before anything was allocated, though it can be measured only from now on.
+  explicit Scope(int device, bool from_start = false);
+  ~Scope();
+  Scope(const Scope&) = delete;
+  Scope& operator=(const Scope&) = delete;
+
+  ScopeFigures read();
+  ScopeFigures end();  // once; later calls return the same
+  bool exact() const { return exact_; }
+  std::string report(const std::string& name);  // with a line about what is not known
+
+ private:
+  void read_torch(torch_alloc::CUDAAllocator& torch);
+
+  int device_;
+  bool exact_;
+  ScopeBoard* board_;
+  ScopeBoard::Open* open_ = nullptr;
+  bool ended_ = false;
+  ScopeFigures figures_;
+  Bytes torch_peak_before_;
+  std::int64_t torch_allocations_before_ = 0;
+  std::int64_t torch_calls_before_ = 0;
+};
+
+}  // namespace gpumemx::adapter

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "adapter/install.hpp"
+
+#include <c10/core/AllocatorConfig.h>
+#include <c10/cuda/CUDAAllocatorConfig.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <torch/csrc/cuda/CUDAPluggableAllocator.h>
+
+#include <exception>
+
+#include "driver/cuda/cuda_driver.hpp"
+
+namespace gpumemx::adapter {
+
+namespace {
+
+using torch_alloc::CUDAAllocatorConfig;
+using TorchConfig = c10::CachingAllocator::AcceleratorAllocatorConfig;
+
+std::atomic<TorchAllocator*> the_installed{nullptr};
+
+struct Shown {
+  Mutex mu;
+  Settings settings GPUMEMX_GUARDED_BY(mu);
+  std::string complaint GPUMEMX_GUARDED_BY(mu);
+};
+Shown& shown() {
+  static Shown* s = new Shown;  // leaked: torch's parser hook may call late
+  return *s;
+}
+
+// torch's parser asks this set whether a key that it does not know is somebody else's.
+void accept_our_keys() {
+  for (const Settings::Key& key : Settings::known_keys()) {
+    TorchConfig::getMutableKeys().insert(std::string(Settings::kTorchPrefix) + key.name);
+  }
+}
+
+// There is one hook and CUDA's own configuration sits on it, so ours goes around it.
+void chain_parser_hook() {
+  auto before = TorchConfig::getConfigParserHook();
+  TorchConfig::getConfigParserHook() = [before](const std::string& text) {
+    if (before) before(text);
+    Shown& s = shown();
+    MutexLock lock(s.mu);
+    // Allocators that are open keep the options that they were opened with.
+    if (auto wrong = s.settings.apply_torch_conf(text, "setAllocatorSettings()")) {
+      s.complaint = *wrong;
+    }
+  };
+}
+
+Result<std::unique_ptr<DeviceDriver>> open_cuda(int device) {
+  auto driver = CudaDriver::open(device);
+  if (!driver.ok()) return driver.error();
+  return std::unique_ptr<DeviceDriver>(std::move(driver).take());
+}
+
+}  // namespace
+
+TorchAllocator* installed() { return the_installed.load(); }
+
+std::string settings_complaint() {
+  Shown& s = shown();
+  MutexLock lock(s.mu);
+  return s.complaint;
+}
+
+std::vector<Settings::Entry> settings_in_force() {
+  Shown& s = shown();
+  MutexLock lock(s.mu);
+  return s.settings.list();
+}
+
+std::optional<std::string> install(InstallRequest request) {
+  if (installed() != nullptr) return std::nullopt;
+  torch_alloc::CUDAAllocator* before = torch_alloc::allocator.load();
+  if (before == nullptr) return "this torch was built without CUDA";
+  if (before->name() != "native") {
+    return "torch runs on its '" + before->name() +
+           "' allocator; remove backend:" + before->name() +
+           " from PYTORCH_ALLOC_CONF (and PYTORCH_CUDA_ALLOC_CONF), or don't install gpumemx";
+  }
+  const bool started = before->initialized();
+  if (started && !request.late) return "CUDA has started already";
+
+  // GPUMEMX_CONF and the arguments win over torch's variables.
+  Settings settings;
+  if (auto wrong = settings.apply_torch_environment()) return wrong;
+  if (auto wrong = settings.overlay(request.settings)) return wrong;
+  accept_our_keys();
+  double fraction = 1;
+  try {
+    fraction = CUDAAllocatorConfig::per_process_memory_fraction();  // parses torch's variables
+  } catch (const std::exception& error) {
+    return std::string("torch refuses its own configuration: ") + error.what();
+  }
+  chain_parser_hook();
+
+  DeviceRegistry& devices = DeviceRegistry::instance();
+  auto* allocator = new TorchAllocator(devices, started ? before : nullptr);
+  devices.configure(settings.core(), request.open ? std::move(request.open) : open_cuda, allocator);
+  if (fraction < 1) {
+    for (int i = 0; i < DeviceRegistry::kMaxDevices; ++i) devices.set_fraction(i, fraction);
+  }
+  {
+    Shown& s = shown();
+    MutexLock lock(s.mu);
+    s.settings = std::move(settings);
+  }
+
+  // c10::GetAllocator() is what torch.accelerator uses, CUDACachingAllocator::get() all the rest.
+  // From torch 2.12 on a priority below that of torch's own registration changes nothing, silently.
+  c10::SetAllocator(c10::kCUDA, allocator, 255);
+  if (started) {
+    torch_alloc::allocator.store(allocator);
+  } else {
+    // Leaked on purpose: torch keeps the pointer, and frees through it, until the process is gone.
+    torch::cuda::CUDAPluggableAllocator::changeCurrentAllocator(
+        std::shared_ptr<torch_alloc::CUDAAllocator>(allocator, [](auto*) {}));
+  }
+  if (request.simulated_devices > 0) {
+    allocator->init(request.simulated_devices);
+  } else if (started) {
+    allocator->init(c10::cuda::device_count());
+  }
+  the_installed = allocator;
+  return std::nullopt;
+}
+
+}  // namespace gpumemx::adapter

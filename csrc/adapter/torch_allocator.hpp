@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// torch's CUDA allocator, played by gpumemx: every virtual of c10::cuda's CUDAAllocator, translated.
+// It decides nothing; what it says about memory comes from the devices' allocators.
+//
+// torch adds virtuals between minor releases, some in the middle of the class. The methods below
+// that only newer ones declare carry no `override` and name no new type, so one source serves all;
+// the static_assert at the end of torch_allocator.cpp says when a pure one was added upstream
+// (docs/adding-a-torch-version.md). A binary serves one minor release (install.cpp checks).
+//
+// What is not there yet raises an error that says so (not_yet()); nothing pretends.
+//
+// Lives for ever: tensors are freed in static destructors. Threads: any, at any time.
+#pragma once
+
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/mutex.hpp"
+#include "core/observer.hpp"
+#include "runtime/registry.hpp"
+
+namespace gpumemx::adapter {
+
+namespace torch_alloc = c10::cuda::CUDACachingAllocator;
+
+class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer {
+ public:
+  // `previous` gets every pointer that is not ours: blocks from before a late installation.
+  TorchAllocator(DeviceRegistry& devices, torch_alloc::CUDAAllocator* previous);
+
+  // Whether there may be blocks that `previous` allocated.
+  bool was_late() const { return previous_ != nullptr; }
+
+  // For tests on a simulated device, where torch has no current device or stream.
+  void* allocate_on(c10::DeviceIndex device, std::size_t nbytes, const StreamInfo& stream);
+
+  // c10::Allocator
+  c10::DataPtr allocate(std::size_t nbytes) override;
+  c10::DeleterFnPtr raw_deleter() const override;
+  void copy_data(void* dest, const void* src, std::size_t count) const override;
+
+  // c10::DeviceAllocator
+  bool initialized() override;
+  void emptyCache(c10::MempoolId_t pool) override;
+  torch_alloc::DeviceStats getDeviceStats(c10::DeviceIndex device) override;
+  void resetAccumulatedStats(c10::DeviceIndex device) override;
+  void resetPeakStats(c10::DeviceIndex device) override;
+
+  // CUDAAllocator
+  void* raw_alloc(std::size_t nbytes) override;
+  void* raw_alloc_with_stream(std::size_t nbytes, cudaStream_t stream) override;
+  void raw_delete(void* ptr) override;
+  void init(int device_count) override;
+  double getMemoryFraction(c10::DeviceIndex device) override;
+  void setMemoryFraction(double fraction, c10::DeviceIndex device) override;
+  std::vector<torch_alloc::StreamSegmentSize> getExpandableSegmentSizes(
+      c10::DeviceIndex device) override;
+  void enable(bool value) override;
+  bool isEnabled() const override;
+  void cacheInfo(c10::DeviceIndex device, std::size_t* largest_block) override;
+  void* getBaseAllocation(void* ptr, std::size_t* size) override;
+  using CUDAAllocator::recordStream;
+  void recordStream(const c10::DataPtr& ptr, c10::cuda::CUDAStream stream) override;
+  torch_alloc::SnapshotInfo snapshot(c10::MempoolId_t pool, bool include_traces) override;
+  void beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool,
+                           std::function<bool(cudaStream_t)> filter) override;
+  void endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool) override;
+  void releasePool(c10::DeviceIndex device, c10::MempoolId_t pool) override;
+  int getPoolUseCount(c10::DeviceIndex device, c10::MempoolId_t pool) override;
+  void createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t pool,
+                          std::shared_ptr<CUDAAllocator> allocator) override;
+  void setUseOnOOM(c10::DeviceIndex device, c10::MempoolId_t pool, bool use_on_oom) override;
+  void setNoSplit(c10::DeviceIndex device, c10::MempoolId_t pool) override;
+  bool checkPoolLiveAllocations(c10::DeviceIndex device, c10::MempoolId_t pool,
+                                const std::unordered_set<void*>& expected) override;
+  torch_alloc::ShareableHandle shareIpcHandle(void* ptr) override;
+  std::shared_ptr<void> getIpcDevPtr(std::string handle) override;
+  bool isHistoryEnabled() override;
+  void recordHistory(bool enabled, torch_alloc::CreateContextFn recorder, std::size_t max_entries,
+                     torch_alloc::RecordContext when, bool clear,
+                     const std::vector<std::string>& skip_actions) override;
+  void attachOutOfMemoryObserver(torch_alloc::OutOfMemoryObserver observer) override;
+  void attachAllocatorTraceTracker(torch_alloc::AllocatorTraceTracker tracker) override;
+  void enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex accessed) override;
+  cudaError_t memcpyAsync(void* dst, int dst_device, const void* src, int src_device,
+                          std::size_t count, cudaStream_t stream, bool p2p_enabled) override;
+  std::shared_ptr<torch_alloc::AllocatorState> getCheckpointState(c10::DeviceIndex device,
+                                                                  c10::MempoolId_t pool) override;
+  torch_alloc::CheckpointDelta setCheckpointPoolState(
+      c10::DeviceIndex device, std::shared_ptr<torch_alloc::AllocatorState> state) override;
+  std::string name() override;
+
+  // Overrides from torch 2.12 on; before, functions of ours that nobody calls.
+  using RejectionObserver =
+      std::function<void(std::int64_t device, std::size_t alloc_size, std::size_t total_allocated,
+                         std::size_t device_total)>;
+  void attachOomRejectionObserver(RejectionObserver observer);
+  // From torch 2.13 on.
+  c10::DataPtr allocateWithAddress(std::size_t nbytes, void* address);
+
+ private:
+  // Observer: what the core asks and tells, with none of its locks held.
+  bool on_pressure(const PressureInfo& info) override;
+
+  Device& open(c10::DeviceIndex device);
+  StreamInfo stream_info(Device& device, c10::DeviceIndex index, cudaStream_t stream,
+                         bool known_permanent);
+  bool is_torch_stream(c10::DeviceIndex device, cudaStream_t stream);
+  [[noreturn]] void raise_out_of_memory(c10::DeviceIndex device, const OomVerdict& verdict);
+  void report(c10::DeviceIndex device, void* ptr, std::int64_t change);
+
+  DeviceRegistry& devices_;
+  torch_alloc::CUDAAllocator* const previous_;
+  std::atomic<bool> caching_{true};
+  const bool caching_off_by_environment_;
+
+  Mutex mu_;  // a leaf
+  std::vector<torch_alloc::OutOfMemoryObserver> oom_observers_ GPUMEMX_GUARDED_BY(mu_);
+  std::vector<std::uint64_t> torch_streams_ GPUMEMX_GUARDED_BY(mu_);  // native handles, sorted
+  std::uint64_t streams_listed_ GPUMEMX_GUARDED_BY(mu_) = 0;          // a bit a device
+};
+
+}  // namespace gpumemx::adapter

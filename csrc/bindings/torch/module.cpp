@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// gpumemx._torch_<major>_<minor>: the module that holds the allocator when it is torch's. One is
+// built for each minor release of torch; Python chooses (gpumemx/_adapter.py). Translation only.
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/version.h>
+
+#include "adapter/device_view.hpp"
+#include "adapter/install.hpp"
+#include "base/version.hpp"
+#include "driver/sim/sim_driver.hpp"
+#include "monitor/scope.hpp"
+#include "monitor/summary.hpp"
+
+namespace py = pybind11;
+
+namespace gpumemx::bindings {
+
+namespace {
+
+using adapter::DeviceView;
+
+py::dict to_dict(const MemoryFigures& f) {
+  py::dict d;
+  d["device_known"] = f.device_known;
+  d["device_total"] = f.device_total.n;
+  d["device_free"] = f.device_free.n;
+  d["others"] = f.others.n;
+  d["cap"] = f.cap.n == ~0ull ? py::object(py::none()) : py::object(py::int_(f.cap.n));
+  d["reserved"] = f.reserved.n;
+  d["live"] = f.live.n;
+  d["pending"] = f.pending.n;
+  d["held"] = f.held.n;
+  d["idle_pending"] = f.idle_pending.n;
+  d["idle_private"] = f.idle_private.n;
+  d["idle"] = f.idle.n;
+  d["largest_free"] = f.largest_free.n;
+  return d;
+}
+
+py::dict to_dict(const TrimReport& r) {
+  py::dict d;
+  d["released"] = r.released.n;
+  d["live"] = r.live.n;
+  d["held"] = r.held.n;
+  d["pending"] = r.pending.n;
+  d["pools"] = r.pools.n;
+  d["wanted"] = r.wanted.n;
+  d["text"] = describe(r);
+  return d;
+}
+
+py::dict to_dict(const ScopeFigures& f) {
+  py::dict d;
+  d["before"] = f.before.n;
+  d["after"] = f.after.n;
+  d["peak"] = f.peak.n;
+  d["allocations"] = f.allocations;
+  d["driver_calls"] = f.driver_calls;
+  d["driver_seconds"] = f.driver_seconds;
+  return d;
+}
+
+py::dict paths(const Stats& stats) {
+  const PathCounts& p = stats.paths;
+  py::dict d;
+  d["hits"] = p.hits;
+  d["misses"] = p.misses;
+  d["holes"] = p.holes;
+  d["created"] = p.created;
+  d["harvested_own"] = p.harvested_own;
+  d["harvested_loose"] = p.harvested_loose;
+  d["harvested_other"] = p.harvested_other;
+  d["alias_switches"] = p.alias_switches;
+  d["repointed"] = p.repointed;
+  d["recut"] = p.recut;
+  d["late_retired"] = p.late_retired;
+  d["waits"] = p.waits;
+  d["rollbacks"] = p.rollbacks;
+  d["plain_segments"] = p.plain_segments;
+  d["aliases_dropped"] = p.aliases_dropped;
+  d["fences"] = p.fences;
+  d["dormant_aliases"] = stats.dormant_aliases;
+  return d;
+}
+
+void install(const std::string& conf, const std::map<std::string, std::string>& arguments,
+             bool late, int simulated_devices, std::uint64_t simulated_bytes) {
+  adapter::InstallRequest request;
+  request.late = late;
+  if (auto wrong = request.settings.apply(conf, Settings::kConfSource))
+    throw py::value_error(*wrong);
+  std::vector<ConfPair> pairs;
+  for (const auto& [key, value] : arguments) pairs.push_back({key, value});
+  if (auto wrong = request.settings.set_all(pairs, Settings::kArgumentSource)) {
+    throw py::value_error(*wrong);
+  }
+  if (simulated_devices > 0) {
+    request.simulated_devices = simulated_devices;
+    request.open = [simulated_bytes](int device) -> Result<std::unique_ptr<DeviceDriver>> {
+      SimOptions options;
+      options.capacity = {simulated_bytes};
+      options.check_hazards = false;
+      options.device = static_cast<std::uint32_t>(device);
+      return std::unique_ptr<DeviceDriver>(std::make_unique<SimDriver>(options));
+    };
+  }
+  if (auto wrong = adapter::install(std::move(request))) throw std::runtime_error(*wrong);
+}
+
+py::list settings() {
+  py::list out;
+  for (const Settings::Entry& e : adapter::settings_in_force()) {
+    py::dict d;
+    d["key"] = e.key;
+    d["value"] = e.value;
+    d["source"] = e.source;
+    d["note"] = e.note;
+    out.append(d);
+  }
+  return out;
+}
+
+// torch translates its errors for its own functions. Whether it would for ours depends on the pybind11
+// that either was built with, so this module does it itself, as torch does.
+void translate_torch_errors(std::exception_ptr pending) {
+  const auto raise = [](PyObject* type, const c10::Error& error) {
+    PyErr_SetString(type, error.what_without_backtrace());
+  };
+  try {
+    if (pending) std::rethrow_exception(pending);
+  } catch (const c10::OutOfMemoryError& error) {
+    raise(py::module_::import("torch").attr("OutOfMemoryError").ptr(), error);
+  } catch (const c10::IndexError& error) {
+    raise(PyExc_IndexError, error);
+  } catch (const c10::ValueError& error) {
+    raise(PyExc_ValueError, error);
+  } catch (const c10::NotImplementedError& error) {
+    raise(PyExc_NotImplementedError, error);
+  } catch (const c10::Error& error) {
+    raise(PyExc_RuntimeError, error);
+  }
+}
+
+// What tests of the adapter do on a simulated device, where torch has no current stream.
+void bind_simulated(py::module_& m) {
+  m.def("_sim_alloc", [](int device, std::size_t nbytes, std::uint64_t stream_id) {
+    const StreamInfo stream{{StreamId{stream_id}, stream_id == 1 ? 0 : stream_id}, true};
+    const py::gil_scoped_release release;
+    return reinterpret_cast<std::uintptr_t>(
+        adapter::installed()->allocate_on(static_cast<c10::DeviceIndex>(device), nbytes, stream));
+  });
+  m.def("_sim_free", [](std::uintptr_t address) {
+    const py::gil_scoped_release release;
+    adapter::installed()->raw_delete(reinterpret_cast<void*>(address));  // NOLINT: device memory
+  });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(GPUMEMX_TORCH_MODULE, m) {
+  m.doc() = "gpumemx as the CUDA allocator of one minor release of torch.";
+  m.attr("torch_version") = TORCH_VERSION;
+  m.attr("version") = build::kVersion;
+  py::register_local_exception_translator(&translate_torch_errors);
+
+  m.def("install", &install, py::arg("conf"), py::arg("arguments"), py::arg("late") = false,
+        py::arg("simulated_devices") = 0, py::arg("simulated_bytes") = 0,
+        "Make gpumemx torch's allocator. Raises ValueError for a wrong setting, RuntimeError with "
+        "the reason otherwise.");
+  m.def(
+      "is_installed", [] { return adapter::installed() != nullptr; },
+      "Whether install() has succeeded in this process.");
+  m.def(
+      "cuda_started", [] { return adapter::torch_alloc::get()->initialized(); },
+      "Whether torch's current allocator is in use already.");
+  m.def("settings", &settings, "What is in force: dicts of key, value, source, note.");
+  m.def("settings_complaint", &adapter::settings_complaint,
+        "What was wrong with the last setAllocatorSettings() text, or ''.");
+
+  m.def(
+      "memory_info", [](int device) { return to_dict(DeviceView(device).figures()); },
+      py::arg("device"), "Where the bytes are, of whichever allocator torch has. Bytes.");
+  m.def(
+      "memory_summary", [](int device) { return DeviceView(device).summary(); }, py::arg("device"),
+      "The same as a table of at most 72 columns.");
+  m.def(
+      "clear_cache",
+      [](int device, bool wait) {
+        const py::gil_scoped_release release;
+        return DeviceView(device).clear_cache(wait);
+      },
+      py::arg("device"), py::arg("wait") = true, "Give cached memory back to the device.");
+  m.def(
+      "paths", [](int device) { return paths(DeviceView(device).stats()); }, py::arg("device"),
+      "How often each way of serving a request was taken.");
+
+  py::class_<TrimReport>(m, "TrimReport").def("to_dict", [](const TrimReport& r) {
+    return to_dict(r);
+  });
+  py::class_<adapter::Scope>(m, "Scope", "A region of the program; ends with end().")
+      .def(py::init<int, bool>(), py::arg("device"), py::arg("from_start") = false)
+      .def_property_readonly("exact", &adapter::Scope::exact,
+                             "Whether the peak and the driver's time are known.")
+      .def(
+          "read", [](adapter::Scope& s) { return to_dict(s.read()); }, "Figures so far. Bytes.")
+      .def(
+          "end", [](adapter::Scope& s) { return to_dict(s.end()); },
+          "Ends the scope; figures of the whole. Bytes.")
+      .def("report", &adapter::Scope::report, py::arg("name"), "The figures so far in words.");
+
+  bind_simulated(m);
+}
+
+}  // namespace gpumemx::bindings
