@@ -38,7 +38,7 @@ class [[nodiscard]] Result {
 
   bool ok() const { return state_.index() == 0; }
   const T& value() const { return *std::get_if<0>(&state_); }      // REQUIRES: ok()
-  T take() && { return std::move(*std::get_if<0>(&state_)); }  // REQUIRES: ok()
+  T take() && { return std::move(*std::get_if<0>(&state_)); }      // REQUIRES: ok()
   const Error& error() const { return *std::get_if<1>(&state_); }  // REQUIRES: !ok()
 
  private:

@@ -66,11 +66,11 @@ struct TrimRequest {
 // released + what stays = what was reserved. The parts that stay, by reason:
 struct TrimReport {
   Bytes released;
-  Bytes live;      // in use, or pending on recorded streams
-  Bytes held;      // free, but on handles that something in use shares
-  Bytes pending;   // idle, last use not complete (with wait: a capture was under way)
-  Bytes pools;     // idle in private pools that are in use
-  Bytes wanted;    // idle, kept because the target was reached
+  Bytes live;     // in use, or pending on recorded streams
+  Bytes held;     // free, but on handles that something in use shares
+  Bytes pending;  // idle, last use not complete (with wait: a capture was under way)
+  Bytes pools;    // idle in private pools that are in use
+  Bytes wanted;   // idle, kept because the target was reached
 };
 
 struct BlockInfo {
@@ -221,7 +221,8 @@ class DeviceAllocator {
   void note(EventKind kind, const Block& block) GPUMEMX_REQUIRES(mu_);
 
   // miss.cpp
-  AllocResult allocate_slow(const AllocRequest& request, Bytes size) GPUMEMX_EXCLUDES(work_mu_, mu_);
+  AllocResult allocate_slow(const AllocRequest& request, Bytes size)
+      GPUMEMX_EXCLUDES(work_mu_, mu_);
   Served serve(HeapSet& set, Bytes size, Bytes requested, MutexLock& books)
       GPUMEMX_REQUIRES(work_mu_, mu_);
   Served serve_plain(HeapSet& set, Bytes size, MutexLock& books) GPUMEMX_REQUIRES(work_mu_, mu_);
@@ -288,9 +289,12 @@ class DeviceAllocator {
   std::vector<Timeline*> timeline_list_ GPUMEMX_GUARDED_BY(mu_);  // in the order of first use
   std::unordered_map<SetKey, std::unique_ptr<HeapSet>, SetKeyHash> sets_ GPUMEMX_GUARDED_BY(mu_);
   std::vector<HeapSet*> default_sets_ GPUMEMX_GUARDED_BY(mu_);
-  std::size_t temporary_sets_ GPUMEMX_GUARDED_BY(mu_) = 0;  // of them, on streams that are not permanent
-  std::size_t temporary_limit_ GPUMEMX_GUARDED_BY(mu_) = kTemporarySets;  // more: look for dead ones
-  HeapSet* last_set_ GPUMEMX_GUARDED_BY(mu_) = nullptr;  // of the last request: mostly the next's too
+  std::size_t temporary_sets_ GPUMEMX_GUARDED_BY(mu_) =
+      0;  // of them, on streams that are not permanent
+  std::size_t temporary_limit_ GPUMEMX_GUARDED_BY(mu_) =
+      kTemporarySets;  // more: look for dead ones
+  HeapSet* last_set_ GPUMEMX_GUARDED_BY(mu_) =
+      nullptr;  // of the last request: mostly the next's too
   std::map<PoolId, PrivatePool> pools_ GPUMEMX_GUARDED_BY(mu_);
   std::uint64_t last_pool_ GPUMEMX_GUARDED_BY(mu_) = 0;
   std::vector<PendingBlock> pending_ GPUMEMX_GUARDED_BY(mu_);

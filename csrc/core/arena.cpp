@@ -112,8 +112,7 @@ Block* Region::block_covering(DeviceAddr a, const Slab<Block>& blocks) const {
 }
 
 Arena::Arena(DeviceDriver& driver, Bytes size) : driver_(driver) {
-  for (Bytes want = round_up(size, kSlot); want >= kSlot;
-       want = round_down({want.n / 2}, kSlot)) {
+  for (Bytes want = round_up(size, kSlot); want >= kSlot; want = round_down({want.n / 2}, kSlot)) {
     const auto range = driver_.reserve(want, kSlot);
     if (range.ok()) {
       range_ = range.value();

@@ -42,7 +42,9 @@ class PageTable {
   std::uint32_t last_block_at_or_before(DeviceAddr at) const;
 
   Mapping* mapping_at(DeviceAddr at) const { return mappings_[page(at)]; }
-  void set_mapping(DeviceAddr page_begin, Mapping* mapping) { mappings_[page(page_begin)] = mapping; }
+  void set_mapping(DeviceAddr page_begin, Mapping* mapping) {
+    mappings_[page(page_begin)] = mapping;
+  }
 
  private:
   struct Free {
@@ -119,8 +121,8 @@ class Arena {
  private:
   DeviceDriver& driver_;
   AddrRange range_;
-  std::vector<Region*> slots_;                             // by (address - base) / slot size
-  std::size_t next_fit_ = 0;                               // where the last search ended
+  std::vector<Region*> slots_;                              // by (address - base) / slot size
+  std::size_t next_fit_ = 0;                                // where the last search ended
   std::map<std::uint64_t, std::unique_ptr<Region>> plain_;  // by first address
   std::vector<std::unique_ptr<Region>> regions_;
 };

@@ -12,7 +12,11 @@ namespace gpumemx {
 bool DeviceAllocator::wants_fence(const Timeline& line) const {
   if (!line.stream().permanent) return true;  // it may be destroyed right after this free
   if (line.fences() >= options_.max_fences) return false;
-  return line.open_frees() >= options_.fence_frees || line.open_bytes() >= options_.fence_bytes;
+  // A large program frees so much that events at every 32 MiB would soon be max_fences, and what is
+  // freed after that would have none (docs/design.md, "What the policy was tuned on").
+  constexpr std::uint64_t kPeakShare = 16;
+  const Bytes much = std::max(options_.fence_bytes, Bytes{peak_live_.n / kPeakShare});
+  return line.open_frees() >= options_.fence_frees || line.open_bytes() >= much;
 }
 
 // REQUIRES: advance() returned `epoch`; frees since then do not count.

@@ -18,7 +18,8 @@ void IdleList::push(Handle* handle) {
 }
 
 void IdleList::remove(Handle* handle) {
-  GPUMEMX_CHECK(handle->idle_list == this, "a handle that is not idle was taken from the idle list");
+  GPUMEMX_CHECK(handle->idle_list == this,
+                "a handle that is not idle was taken from the idle list");
   Ends& ends = sizes_[handle->pages];
   (handle->idle_prev != nullptr ? handle->idle_prev->idle_next : ends.first) = handle->idle_next;
   (handle->idle_next != nullptr ? handle->idle_next->idle_prev : ends.last) = handle->idle_prev;

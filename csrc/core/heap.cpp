@@ -101,8 +101,8 @@ Block* Heap::isolate(Block* block, DeviceAddr begin, DeviceAddr end) {
   }
   if (end < block->end()) {
     Block* rest = cut(block, end);
-    if (planted(Fault::kRemainderOverlaps) && rest->size > kGranule && rest->begin > begin + kGranule &&
-        block->state == BlockState::kReady) {
+    if (planted(Fault::kRemainderOverlaps) && rest->size > kGranule &&
+        rest->begin > begin + kGranule && block->state == BlockState::kReady) {
       rest->region->table(rest->begin).clear_block(rest->begin);
       rest->begin = rest->begin - kGranule;
       rest->size += kGranule;
@@ -388,7 +388,8 @@ std::optional<std::string> Heap::validate() const {
     DeviceAddr at = region->range.begin;
     const Block* before = nullptr;
     for (const Block* block = region->first; block != nullptr; block = block->next) {
-      if (block->begin != at || block->prev != before || block->heap != this || block->size.n == 0) {
+      if (block->begin != at || block->prev != before || block->heap != this ||
+          block->size.n == 0) {
         return "(1) the blocks do not tile the region";
       }
       if (const PageTable* table = region->table_if_any(at);
@@ -414,7 +415,8 @@ std::optional<std::string> Heap::validate() const {
       at = block->end();
       before = block;
     }
-    if (at != region->range.end() || region->last != before) return "(1) the last block is not last";
+    if (at != region->range.end() || region->last != before)
+      return "(1) the last block is not last";
 
     for (DeviceAddr a = region->range.begin; a < region->mapped_end;) {
       const Mapping* m = region->mapping_at(a);

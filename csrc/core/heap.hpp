@@ -104,13 +104,13 @@ class Heap {
 
  private:
   Block* add_block(Region* region, DeviceAddr begin, Bytes size, BlockState state);
-  Block* cut(Block* block, DeviceAddr at);      // the upper part; both unlinked
-  void join(Block* lower, Block* upper);        // both unlinked
-  void link(Block* block);                      // into the free index, and its figures
+  Block* cut(Block* block, DeviceAddr at);  // the upper part; both unlinked
+  void join(Block* lower, Block* upper);    // both unlinked
+  void link(Block* block);                  // into the free index, and its figures
   void unlink(Block* block);
   Block* isolate(Block* block, DeviceAddr begin, DeviceAddr end);  // relinks the rest
   Block* merge(Block* block);  // with neighbours of the same state; unlinked before and after
-  void set_free_state(Block* block, BlockState state);             // merges and links
+  void set_free_state(Block* block, BlockState state);  // merges and links
   Bytes held_bytes(const Block& block) const;
   void use(Block* block);
   void unuse(Block* block, const Stamp* stamp);

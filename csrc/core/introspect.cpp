@@ -24,8 +24,15 @@ Bytes current(const StatArray& stat) { return {static_cast<std::uint64_t>(stat.a
 
 BlockInfo describe(const Block& b) {
   const HeapSet& set = b.heap->set();
-  return {b.begin, b.size, b.use.requested, b.state, set.timeline->stream().ref, set.pool,
-          b.heap->kind(), b.region->plain ? b.region->range.begin : DeviceAddr{}, b.use.tag};
+  return {b.begin,
+          b.size,
+          b.use.requested,
+          b.state,
+          set.timeline->stream().ref,
+          set.pool,
+          b.heap->kind(),
+          b.region->plain ? b.region->range.begin : DeviceAddr{},
+          b.use.tag};
 }
 
 }  // namespace
@@ -187,14 +194,16 @@ std::optional<std::string> DeviceAllocator::validate() const {
   if (filling) return std::nullopt;
   if (dormant != s.dormant_aliases) return "the count of dormant aliases is wrong";
   if (reserved != current(s.reserved_bytes)) return "reserved_bytes is not the sum of the handles";
-  if (live + pending + held + idle != reserved) return "reserved is not live + pending + held + idle";
-  for (const StatArray* a : {&s.allocation, &s.segment, &s.active, &s.inactive_split,
-                             &s.allocated_bytes, &s.reserved_bytes, &s.active_bytes,
-                             &s.inactive_split_bytes, &s.requested_bytes}) {
+  if (live + pending + held + idle != reserved)
+    return "reserved is not live + pending + held + idle";
+  for (const StatArray* a :
+       {&s.allocation, &s.segment, &s.active, &s.inactive_split, &s.allocated_bytes,
+        &s.reserved_bytes, &s.active_bytes, &s.inactive_split_bytes, &s.requested_bytes}) {
     const auto now = [&](int part) { return a->part[static_cast<std::size_t>(part)].current; };
     if (now(0) != now(1) + now(2)) return "small and large do not add up to all";
     for (const Stat& stat : a->part) {
-      if (stat.current < 0 || stat.current > stat.peak) return "a figure is negative or above its peak";
+      if (stat.current < 0 || stat.current > stat.peak)
+        return "a figure is negative or above its peak";
       if (stat.allocated - stat.freed > stat.peak) return "allocated - freed is above the peak";
     }
   }

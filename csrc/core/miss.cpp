@@ -152,7 +152,7 @@ DeviceAllocator::Served DeviceAllocator::execute(const MissPlan& plan, MutexLock
   for (const Piece& piece : plan.pieces) {
     work.push_back({piece, {}, false, false});
     if (Handle* handle = piece.handle) {
-      ++(handle->idle_list == &heap.set().idle         ? paths.harvested_own
+      ++(handle->idle_list == &heap.set().idle          ? paths.harvested_own
          : handle->idle_list == &books_.handles.loose() ? paths.harvested_loose
                                                         : paths.harvested_other);
       if (handle->home != nullptr) Heap::leave_home(handle);
@@ -405,8 +405,13 @@ AllocResult DeviceAllocator::fail(const AllocRequest& request, Bytes size,
     verdict->cause = cause_of(*verdict, captures_.load() > 0, gone);
     ++books_.stats.num_ooms;
     if (books_.history.on()) {
-      books_.history.push({EventKind::kOutOfMemory, {verdict->device_free.n}, size,
-                           request.stream.ref, request.pool, request.tag, request.context});
+      books_.history.push({EventKind::kOutOfMemory,
+                           {verdict->device_free.n},
+                           size,
+                           request.stream.ref,
+                           request.pool,
+                           request.tag,
+                           request.context});
     }
     observers = observers_;
   }

@@ -146,10 +146,12 @@ Handle* MissPlanner::harvest(std::uint64_t gap, std::uint64_t room) {
     room = std::min(room, preferred);
   }
   for (const bool others : {false, true}) {
-    for (std::uint64_t pages = std::min<std::uint64_t>({gap, room, kMaxHandlePages}); pages > 0; --pages) {
+    for (std::uint64_t pages = std::min<std::uint64_t>({gap, room, kMaxHandlePages}); pages > 0;
+         --pages) {
       if (Handle* h = idle_of_size(static_cast<std::uint32_t>(pages), others)) return h;
     }
-    for (std::uint64_t pages = gap + 1; pages <= std::min<std::uint64_t>(room, kMaxHandlePages); ++pages) {
+    for (std::uint64_t pages = gap + 1; pages <= std::min<std::uint64_t>(room, kMaxHandlePages);
+         ++pages) {
       if (Handle* h = idle_of_size(static_cast<std::uint32_t>(pages), others)) return h;
     }
   }
@@ -166,9 +168,8 @@ Handle* MissPlanner::longest_idle(const IdleList& list, std::uint32_t pages) {
   const auto known = std::find_if(cursors_.begin(), cursors_.end(), [&](const Cursor& c) {
     return c.list == &list && c.pages == pages;
   });
-  Cursor& cursor = known != cursors_.end()
-                       ? *known
-                       : cursors_.emplace_back(Cursor{&list, pages, front});
+  Cursor& cursor =
+      known != cursors_.end() ? *known : cursors_.emplace_back(Cursor{&list, pages, front});
   while (cursor.next != nullptr && cursor.next->mark == mark_) cursor.next = cursor.next->idle_next;
   return cursor.next;
 }
@@ -214,7 +215,8 @@ Handle* MissPlanner::recut_victim() {
     const auto look = [&](const IdleList& list) {
       constexpr int kLook = 8;
       int looked = 0;
-      for (Handle* h = longest_idle(list, pages); h != nullptr && looked < kLook; h = h->idle_next) {
+      for (Handle* h = longest_idle(list, pages); h != nullptr && looked < kLook;
+           h = h->idle_next) {
         if (h->mark == mark_) continue;
         ++looked;
         if (!can_go(h)) continue;

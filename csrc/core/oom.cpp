@@ -25,16 +25,16 @@ namespace {
 
 std::string why(const OomVerdict& v) {
   switch (v.cause) {
-    case OomCause::kFull:
-      return "The memory in use fills the device; only freeing helps.";
+    case OomCause::kFull: return "The memory in use fills the device; only freeing helps.";
     case OomCause::kFragmented:
-      return format_bytes(v.held) + " is free on handles that something in use shares; the largest "
-             "free block is " + format_bytes(v.largest_free) + ".";
+      return format_bytes(v.held) +
+             " is free on handles that something in use shares; the largest "
+             "free block is " +
+             format_bytes(v.largest_free) + ".";
     case OomCause::kCapped:
       return "The cap of " + format_bytes(v.cap) + " for this process is reached; the device has " +
              format_bytes(v.device_free) + " free.";
-    case OomCause::kOtherUsers:
-      return "Others hold " + format_bytes(v.others) + " of the device.";
+    case OomCause::kOtherUsers: return "Others hold " + format_bytes(v.others) + " of the device.";
     case OomCause::kPendingOnStreams:
       return format_bytes(v.pending + v.idle_pending) + " was freed but is still used by streams.";
     case OomCause::kHeldByPools:
@@ -45,8 +45,7 @@ std::string why(const OomVerdict& v) {
       return "Memory could be had by waiting or freeing, which a capture under way does not allow.";
     case OomCause::kDriverRefused:
       return "The driver refused although " + format_bytes(v.device_free) + " is free.";
-    case OomCause::kShuttingDown:
-      return "The driver is shutting down.";
+    case OomCause::kShuttingDown: return "The driver is shutting down.";
   }
   return "";
 }

@@ -11,7 +11,7 @@ std::optional<std::string> Options::validate() const {
   const struct {
     const char* name;
     Bytes value;
-  } handles[] = {{"small_handle", small_handle},   {"rest_handle", rest_handle},
+  } handles[] = {{"small_handle", small_handle},       {"rest_handle", rest_handle},
                  {"rest_handle_max", rest_handle_max}, {"big_handle", big_handle},
                  {"big_handle_max", big_handle_max},   {"tight_handle", tight_handle}};
   for (const auto& [name, value] : handles) {

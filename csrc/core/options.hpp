@@ -30,15 +30,15 @@ struct Options {
   Bytes hit_waste{4u << 20};  // idle bytes beyond the block's own that a hit may make busy
 
   // --- misses: where a place is made ready
-  int miss_runs = 32;            // free runs looked at, the smallest that fit
-  int miss_extents = 16;         // places looked at in each
-  int miss_tries = 8;            // plans tried, cheapest first
-  double price = 16;             // MiB of waste that one handle to map is worth
-  double price_pages = 4;        // the same for whole-page and big blocks
-  Bytes overhang{8u << 20};      // how far a used handle may stand out over the gap it fills
-  int max_aliases = 8;           // addresses at which one handle stays mapped, 1 or more
-  double slack = 0;              // growth up to peak live x (1 + slack) goes before harvest
-  bool recut = true;             // release an idle handle to create the missing piece
+  int miss_runs = 32;        // free runs looked at, the smallest that fit
+  int miss_extents = 16;     // places looked at in each
+  int miss_tries = 8;        // plans tried, cheapest first
+  double price = 16;         // MiB of waste that one handle to map is worth
+  double price_pages = 4;    // the same for whole-page and big blocks
+  Bytes overhang{8u << 20};  // how far a used handle may stand out over the gap it fills
+  int max_aliases = 8;       // addresses at which one handle stays mapped, 1 or more
+  double slack = 0;          // growth up to peak live x (1 + slack) goes before harvest
+  bool recut = true;         // release an idle handle to create the missing piece
 
   // --- near a known capacity
   double tight_from = 0.8;  // share of the capacity that is reserved, (0, 1]
@@ -48,7 +48,7 @@ struct Options {
 
   // --- completion of streams: an event is recorded after this much was freed (and at every miss)
   std::uint32_t fence_frees = 64;
-  Bytes fence_bytes{32u << 20};
+  Bytes fence_bytes{32u << 20};    // or a 16th of the peak of live memory, if that is more
   std::uint32_t max_fences = 128;  // events in flight on one stream
 
   // --- limits

@@ -84,7 +84,8 @@ const std::vector<Candidate>& CandidateSearch::find(const Heap& heap, Bytes size
   collect_runs();
   for (const Run& run : runs_) search_run(run);
   std::sort(found_.begin(), found_.end(), [](const Candidate& a, const Candidate& b) {
-    return std::tie(a.key, a.pages_pinned, a.run, a.at) < std::tie(b.key, b.pages_pinned, b.run, b.at);
+    return std::tie(a.key, a.pages_pinned, a.run, a.at) <
+           std::tie(b.key, b.pages_pinned, b.run, b.at);
   });
   return found_;
 }
@@ -100,7 +101,8 @@ void CandidateSearch::collect_runs() {
            (b->next != nullptr && b->next->state == BlockState::kVoid);
   };
   const FreeIndex& free = heap_->free();
-  for (Block* b = free.first_from(bin_of(size_)); b != nullptr && whole < limit; b = free.after(b)) {
+  for (Block* b = free.first_from(bin_of(size_)); b != nullptr && whole < limit;
+       b = free.after(b)) {
     if (b->size < size_ || void_next_to(b)) continue;
     runs_.push_back({b, b->begin, b->end(), false});
     ++whole;

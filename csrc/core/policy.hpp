@@ -25,8 +25,7 @@ struct Policy {
   Bytes capacity;   // what this process may reach at all: the cap, or the device
 
   bool tight() const {
-    return static_cast<double>(reserved.n) >=
-           options.tight_from * static_cast<double>(capacity.n);
+    return static_cast<double>(reserved.n) >= options.tight_from * static_cast<double>(capacity.n);
   }
   // Growth up to here goes before harvest; beyond it, only when nothing else serves.
   Bytes budget() const {
@@ -48,7 +47,8 @@ struct Policy {
     if (is_small(kind)) return pages(options.small_handle);
     Bytes size;
     if (fills_pages(kind)) {
-      size = std::clamp(pow2_pages_below({block.n / 4}), options.big_handle, options.big_handle_max);
+      size =
+          std::clamp(pow2_pages_below({block.n / 4}), options.big_handle, options.big_handle_max);
     } else {
       size =
           std::clamp(pow2_pages_below({block.n / 4}), options.rest_handle, options.rest_handle_max);

@@ -106,7 +106,8 @@ void DeviceAllocator::drop_aliases_in(Heap& heap, MutexLock& books) {
 // that have nothing in use are taken apart. A stream that lives on gets a new one.
 void DeviceAllocator::dissolve_settled_streams(const HeapSet& keep, MutexLock& books) {
   if (temporary_sets_ <= temporary_limit_) return;
-  const std::vector<HeapSet*> sets = default_sets_;  // erased only under work_mu_, so by nobody else
+  const std::vector<HeapSet*> sets =
+      default_sets_;  // erased only under work_mu_, so by nobody else
   for (HeapSet* set : sets) {
     Timeline& line = *set->timeline;
     if (set == &keep || line.stream().permanent || !line.is_settled()) continue;

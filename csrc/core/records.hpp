@@ -92,8 +92,8 @@ struct Handle {
   std::uint32_t pages = 0;
   std::uint32_t alias_count = 0;  // mappings, home included
   Mapping* home = nullptr;
-  Mapping* aliases = nullptr;  // all mappings, home included
-  Stamp last_use;              // of the memory, at whichever address
+  Mapping* aliases = nullptr;     // all mappings, home included
+  Stamp last_use;                 // of the memory, at whichever address
   IdleList* idle_list = nullptr;  // where it waits while it is idle
   Handle* idle_prev = nullptr;
   Handle* idle_next = nullptr;

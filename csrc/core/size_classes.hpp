@@ -13,8 +13,8 @@ namespace gpumemx {
 
 struct Options;
 
-inline constexpr Bytes kGranule{512};        // block sizes and addresses are multiples, as torch's
-inline constexpr Bytes kPage{2u << 20};      // the device's granularity of mapping
+inline constexpr Bytes kGranule{512};    // block sizes and addresses are multiples, as torch's
+inline constexpr Bytes kPage{2u << 20};  // the device's granularity of mapping
 inline constexpr Bytes kMaxHandle{64u << 20};
 inline constexpr std::uint32_t kMaxHandlePages = 32;
 inline constexpr Bytes kTorchSmall{1u << 20};  // torch's statistics call blocks up to here small
@@ -41,9 +41,7 @@ constexpr bool fills_pages(HeapKind kind) {
 
 // A request of `size` bytes takes a block of this size: whole granules, at least one.
 // REQUIRES: size <= kMaxRequest.
-constexpr Bytes block_size(Bytes size) {
-  return size.n == 0 ? kGranule : round_up(size, kGranule);
-}
+constexpr Bytes block_size(Bytes size) { return size.n == 0 ? kGranule : round_up(size, kGranule); }
 // Larger requests are refused before any arithmetic on them can overflow; torch refuses them too.
 inline constexpr Bytes kMaxRequest{1ull << 60};
 

@@ -59,32 +59,32 @@ struct StatArray {
 
 // How often each way was taken, since the start.
 struct PathCounts {
-  std::uint64_t hits = 0;               // free memory that was ready
-  std::uint64_t misses = 0;             // requests that needed more than that
-  std::uint64_t holes = 0;              // misses served in a hole of the heap, not at its open end
-  std::uint64_t created = 0;            // handles created
-  std::uint64_t harvested_own = 0;      // handles moved within a stream
-  std::uint64_t harvested_loose = 0;    // idle handles that stood nowhere
-  std::uint64_t harvested_other = 0;    // handles taken from another stream
-  std::uint64_t alias_switches = 0;     // dormant aliases used again: no driver call
-  std::uint64_t repointed = 0;          // addresses whose old mapping had to go first
-  std::uint64_t recut = 0;              // handles released to create a piece of another size
-  std::uint64_t late_retired = 0;       // blocks that were pending on recorded streams
-  std::uint64_t waits = 0;              // times a request waited for a stream
-  std::uint64_t rollbacks = 0;          // misses undone after a driver call failed
-  std::uint64_t callbacks = 0;          // times somebody was asked to free memory
-  std::uint64_t private_blocks = 0;     // requests served in private pools
-  std::uint64_t capture_blocks = 0;     // requests made while a capture was under way
-  std::uint64_t plain_segments = 0;     // ordinary device allocations made
-  std::uint64_t aliases_dropped = 0;    // dormant aliases unmapped
-  std::uint64_t fences = 0;             // events recorded
+  std::uint64_t hits = 0;             // free memory that was ready
+  std::uint64_t misses = 0;           // requests that needed more than that
+  std::uint64_t holes = 0;            // misses served in a hole of the heap, not at its open end
+  std::uint64_t created = 0;          // handles created
+  std::uint64_t harvested_own = 0;    // handles moved within a stream
+  std::uint64_t harvested_loose = 0;  // idle handles that stood nowhere
+  std::uint64_t harvested_other = 0;  // handles taken from another stream
+  std::uint64_t alias_switches = 0;   // dormant aliases used again: no driver call
+  std::uint64_t repointed = 0;        // addresses whose old mapping had to go first
+  std::uint64_t recut = 0;            // handles released to create a piece of another size
+  std::uint64_t late_retired = 0;     // blocks that were pending on recorded streams
+  std::uint64_t waits = 0;            // times a request waited for a stream
+  std::uint64_t rollbacks = 0;        // misses undone after a driver call failed
+  std::uint64_t callbacks = 0;        // times somebody was asked to free memory
+  std::uint64_t private_blocks = 0;   // requests served in private pools
+  std::uint64_t capture_blocks = 0;   // requests made while a capture was under way
+  std::uint64_t plain_segments = 0;   // ordinary device allocations made
+  std::uint64_t aliases_dropped = 0;  // dormant aliases unmapped
+  std::uint64_t fences = 0;           // events recorded
 };
 
 struct Stats {
   StatArray allocation, segment, active, inactive_split;  // counts
   StatArray allocated_bytes, reserved_bytes, active_bytes, inactive_split_bytes, requested_bytes;
 
-  std::uint64_t num_alloc_retries = 0;     // times a failed request was tried again after freeing
+  std::uint64_t num_alloc_retries = 0;  // times a failed request was tried again after freeing
   std::uint64_t num_ooms = 0;
   std::uint64_t num_sync_all_streams = 0;  // always 0: nothing here waits for the whole device
   std::uint64_t num_device_alloc = 0;      // create and allocate calls that succeeded

@@ -17,9 +17,9 @@ std::uint64_t Timeline::advance() {
 void Timeline::add_fence(std::uint64_t epoch, EventId event, std::uint64_t serial) {
   // Two threads may record at once and come here in either order; an event recorded for an epoch
   // covers all earlier ones whichever came first, so the list is kept by epoch.
-  const auto at = std::upper_bound(
-      fences_.begin(), fences_.end(), epoch,
-      [](std::uint64_t e, const Fence& fence) { return e < fence.epoch; });
+  const auto at =
+      std::upper_bound(fences_.begin(), fences_.end(), epoch,
+                       [](std::uint64_t e, const Fence& fence) { return e < fence.epoch; });
   fences_.insert(at, Fence{epoch, event, serial, 0});
 }
 

@@ -43,7 +43,7 @@ HandleCosts per_handle(const Measured& m) {
 }
 
 double interpolate(const std::array<HandleCosts, CostModel::kRows>& rows, Bytes size,
-                   double HandleCosts::*column) {
+                   double HandleCosts::* column) {
   const double mib = static_cast<double>(size.n) / (1 << 20);
   if (mib <= rows.front().mib) return rows.front().*column;
   for (std::size_t i = 1; i < rows.size(); ++i) {

@@ -44,9 +44,9 @@ namespace gpumemx {
 
 // Fixed for a driver's lifetime; read once by each allocator.
 struct DeviceTraits {
-  Bytes granularity{2u << 20};   // sizes and addresses given to create() and map() are multiples
-  bool virtual_memory = true;    // proven by a real create + map + set_access; false: plain mode only
-  bool exportable = false;       // handles can be exported as POSIX file descriptors
+  Bytes granularity{2u << 20};  // sizes and addresses given to create() and map() are multiples
+  bool virtual_memory = true;  // proven by a real create + map + set_access; false: plain mode only
+  bool exportable = false;     // handles can be exported as POSIX file descriptors
 };
 
 struct DeviceMemory {

@@ -37,7 +37,8 @@ void DeviceRegistry::set_device_count(int count) {
 Result<Device*> DeviceRegistry::device(int index) {
   if (Device* open = if_open(index)) return open;
   if (index < 0 || index >= device_count()) {
-    return Error{Errc::kInvalidArgument, {},
+    return Error{Errc::kInvalidArgument,
+                 {},
                  "device " + std::to_string(index) + " of " + std::to_string(device_count())};
   }
   if (shut_down_) return Error{Errc::kShuttingDown, {}, "the process is exiting, or was forked"};

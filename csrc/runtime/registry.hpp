@@ -53,9 +53,9 @@ class DeviceRegistry {
   Result<Device*> device(int index) GPUMEMX_EXCLUDES(mu_);
   // Never opens anything; null when the device was not used yet.
   Device* if_open(int index) const {
-    return index < 0 || index >= kMaxDevices ? nullptr
-                                             : devices_[static_cast<std::size_t>(index)].load(
-                                                   std::memory_order_acquire);
+    return index < 0 || index >= kMaxDevices
+               ? nullptr
+               : devices_[static_cast<std::size_t>(index)].load(std::memory_order_acquire);
   }
   // The scopes of a device. Null before its first use: then there is nothing to measure yet.
   ScopeBoard* scopes(int index) const {

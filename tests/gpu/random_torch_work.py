@@ -17,9 +17,8 @@ import sys
 import threading
 import time
 
-import torch
-
 import gpumemx
+import torch
 
 MIB = 1 << 20
 ROUND = 512

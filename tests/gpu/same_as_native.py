@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The examples with and without gpumemx: the same losses bit for bit, and no more memory.
 
-Each example runs twice, with deterministic algorithms. Compared at every step: the loss, to the bit;
-requested_bytes, to the byte; allocated_bytes, which must not be above torch's own. Prints a line an
-example; exit status 1 when one differs.
+Each example runs twice, with deterministic algorithms. Compared at every step: the loss, to the
+bit; requested_bytes, to the byte; allocated_bytes, which must not be above torch's own. Prints a
+line an example; exit status 1 when one differs.
 
 python same_as_native.py [--steps N] [EXAMPLE ...]
 """

@@ -107,7 +107,7 @@ std::string report(const Program& program, const Broken& broken) {
 
 struct PathRow {
   const char* name;
-  std::uint64_t PathCounts::*count;
+  std::uint64_t PathCounts::* count;
 };
 constexpr PathRow kPaths[] = {
     {"hits", &PathCounts::hits},

@@ -275,7 +275,8 @@ Result<StreamId> SimDriver::stream_id(std::uint64_t native) {
   if (is_shut_down_) return Error{Errc::kShuttingDown, {}, "stream_id"};
   MutexLock lock(mu_);
   const StreamId id = streams_.alive_with(native);
-  if (id == StreamId{}) return Error{Errc::kInvalidArgument, {}, "stream_id: no stream has this handle"};
+  if (id == StreamId{})
+    return Error{Errc::kInvalidArgument, {}, "stream_id: no stream has this handle"};
   return id;
 }
 
@@ -341,7 +342,8 @@ Result<std::size_t> SimDriver::wait_any(const std::vector<EventId>& events) {
   MutexLock lock(mu_);
   if (auto error = begin(kCall)) return *error;
   if (auto error = refuse_if_captures_forbid(kCall)) return *error;
-  if (events.empty()) return refuse({kCall, serial_, {}}, {Errc::kInvalidArgument, "no event", true});
+  if (events.empty())
+    return refuse({kCall, serial_, {}}, {Errc::kInvalidArgument, "no event", true});
   for (const EventId event : events) {
     if (auto why = unknown(event)) return refuse({kCall, serial_, {}}, *why);
   }

@@ -113,7 +113,8 @@ TEST_F(PoolsTest, WaitsForAStreamThatWasOnlyNotedWhenAGraphIsReplayedThere) {
   const DeviceAddr other = alloc(40_MiB, b_);
   gpu_.launch(b_.ref, {writes({other, 40_MiB}, 5)});
   gpu_.complete(b_.ref);
-  gpu_.complete(c.ref);  // the graph runs last and must find its memory: hazards are checked at the end
+  gpu_.complete(
+      c.ref);  // the graph runs last and must find its memory: hazards are checked at the end
   EXPECT_EQ(reserved(), 70_MiB);
   gpu_.complete_all();
 }
