@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Steps a second and peak memory of the examples, torch's own allocator and gpumemx in turn.
 
-Each run is a process of its own; the two alternate, so that a drift of the machine meets both. Prints
-the median of each and the ratio of the medians.
+Each run is a process of its own; the two alternate, so that a drift of the machine meets both.
+Prints the median of each and the ratio of the medians.
 
 python examples.py [--runs N] [--steps N] [EXAMPLE ...]
 """
