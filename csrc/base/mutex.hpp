@@ -62,28 +62,28 @@ class GPUMEMX_CAPABILITY Mutex {
   std::atomic<std::thread::id> holder_{};
 };
 
-// Holds a mutex for a scope; can let it go in the middle (around a driver call) and take it again.
+// Holds a mutex for a scope.
 class GPUMEMX_SCOPED_CAPABILITY MutexLock {
  public:
   explicit MutexLock(Mutex& mu) GPUMEMX_ACQUIRE(mu) : mu_(mu) { mu_.lock(); }
-  ~MutexLock() GPUMEMX_RELEASE() {
-    if (held_) mu_.unlock();
-  }
+  ~MutexLock() GPUMEMX_RELEASE() { mu_.unlock(); }
   MutexLock(const MutexLock&) = delete;
   MutexLock& operator=(const MutexLock&) = delete;
 
-  void unlock() GPUMEMX_RELEASE() {
-    held_ = false;
-    mu_.unlock();
-  }
-  void lock() GPUMEMX_ACQUIRE() {
-    mu_.lock();
-    held_ = true;
-  }
+ private:
+  Mutex& mu_;
+};
+
+// Lets go, for a scope, of a mutex that the caller holds: around a driver call.
+class GPUMEMX_SCOPED_CAPABILITY MutexUnlock {
+ public:
+  explicit MutexUnlock(Mutex& mu) GPUMEMX_RELEASE(mu) : mu_(mu) { mu_.unlock(); }
+  ~MutexUnlock() GPUMEMX_RELEASE() { mu_.lock(); }  // to clang: the scope ends, the mutex is back
+  MutexUnlock(const MutexUnlock&) = delete;
+  MutexUnlock& operator=(const MutexUnlock&) = delete;
 
  private:
   Mutex& mu_;
-  bool held_ = true;
 };
 
 }  // namespace gpumemx

@@ -176,52 +176,55 @@ void DeviceAllocator::free(DeviceAddr address) {
                 "allocator's function, or the books are damaged)");
 }
 
+// The books' part of a free. The events that it asks for are recorded without the lock.
+bool DeviceAllocator::take_back(DeviceAddr address, ClosedEpoch& own,
+                                std::vector<ClosedEpoch>& others) {
+  mu_.assert_held();
+  Block* block = books_.arena.find(address, books_.blocks);
+  if (block == nullptr || block->state != BlockState::kLive) return false;
+  Stats& stats = books_.stats;
+  const bool small = block->size <= kTorchSmall;
+  stats.allocation.sub(small, 1);
+  stats.allocated_bytes.sub(small, block->size.n);
+  if (books_.history.on()) note(EventKind::kFreeRequested, *block);
+
+  Timeline* line = block->heap->set().timeline;
+  line->note_free(block->size);
+  const Stamp freed{line, line->epoch()};
+  const bool block_is_pending = !block->use.others.empty() && !planted(Fault::kPendingReused);
+  if (block_is_pending) {
+    PendingBlock pending{block, freed, {}};
+    for (Timeline* other : block->use.others) {
+      other->note_free(block->size);
+      const std::uint64_t epoch = other->advance();
+      pending.until.push_back({other, epoch});
+      others.push_back({other, epoch});
+    }
+    block->state = BlockState::kPending;
+    pending_.push_back(std::move(pending));
+    pending_count_.store(pending_.size(), std::memory_order_relaxed);
+  } else {
+    complete_free(block, freed);
+  }
+  // A pending block waits for others: an event of its own stream would only be one more to wait for,
+  // and can be recorded later if that stream still exists then.
+  const bool can_wait = block_is_pending && line->stream().permanent;
+  if (!can_wait && wants_fence(*line)) own = {line, line->advance()};
+  return true;
+}
+
 bool DeviceAllocator::free_if_live(DeviceAddr address) {
   if (shut_down_) return true;
-  struct Fence {
-    Timeline* line;
-    std::uint64_t epoch;
-  };
-  Fence own{nullptr, 0};
-  std::vector<Fence> others;
+  ClosedEpoch own;
+  std::vector<ClosedEpoch> others;
   {
     std::optional<MutexLock> lock;
     if (!planted(Fault::kLockNotTaken)) lock.emplace(mu_);
-    mu_.assert_held();
-    Block* block = books_.arena.find(address, books_.blocks);
-    if (block == nullptr || block->state != BlockState::kLive) return false;
-    Stats& stats = books_.stats;
-    const bool small = block->size <= kTorchSmall;
-    stats.allocation.sub(small, 1);
-    stats.allocated_bytes.sub(small, block->size.n);
-    if (books_.history.on()) note(EventKind::kFreeRequested, *block);
-
-    Timeline* line = block->heap->set().timeline;
-    line->note_free(block->size);
-    const Stamp freed{line, line->epoch()};
-    const bool block_is_pending = !block->use.others.empty() && !planted(Fault::kPendingReused);
-    if (block_is_pending) {
-      PendingBlock pending{block, freed, {}};
-      for (Timeline* other : block->use.others) {
-        other->note_free(block->size);
-        const std::uint64_t epoch = other->advance();
-        pending.until.push_back({other, epoch});
-        others.push_back({other, epoch});
-      }
-      block->state = BlockState::kPending;
-      pending_.push_back(std::move(pending));
-      pending_count_.store(pending_.size(), std::memory_order_relaxed);
-    } else {
-      complete_free(block, freed);
-    }
-    // A pending block waits for others: an event of its own stream would only be one more to wait
-    // for, and can be recorded later if that stream still exists then.
-    const bool can_wait = block_is_pending && line->stream().permanent;
-    if (!can_wait && wants_fence(*line)) own = {line, line->advance()};
+    if (!take_back(address, own, others)) return false;
   }
   // A frequent case costs no more than the branch: events are recorded for many frees at once.
   if (own.line != nullptr) record_fence(*own.line, own.epoch);
-  for (const Fence& fence : others) record_fence(*fence.line, fence.epoch);
+  for (const ClosedEpoch& closed : others) record_fence(*closed.line, closed.epoch);
   return true;
 }
 

@@ -40,15 +40,16 @@ void DeviceAllocator::restore(const std::vector<Unmap>& unmaps) {
 
 // Unmaps a handle everywhere and gives its memory back. REQUIRES: idle, not in a list, its last uses
 // complete at every address. False when the driver failed: the handle is loose then.
-bool DeviceAllocator::release(Handle* handle, MutexLock& books) {
+bool DeviceAllocator::release(Handle* handle) {
   if (handle->home != nullptr) Heap::leave_home(handle);
   std::vector<Unmap> unmaps;
   while (handle->aliases != nullptr) drop_alias(handle->aliases, unmaps);
   const std::size_t dropped = unmaps.size();
-  books.unlock();
-  const bool unmapped = !unmap_all(unmaps).has_value();
-  const bool released = unmapped && driver_.release(handle->driver).ok();
-  books.lock();
+  bool released = false;
+  {
+    const MutexUnlock driver_only(mu_);
+    released = !unmap_all(unmaps) && driver_.release(handle->driver).ok();
+  }
   books_.stats.paths.aliases_dropped += dropped - unmaps.size();
   restore(unmaps);
   if (!released) {
@@ -62,13 +63,15 @@ bool DeviceAllocator::release(Handle* handle, MutexLock& books) {
   return true;
 }
 
-bool DeviceAllocator::release_plain(Handle* handle, MutexLock& books) {
+bool DeviceAllocator::release_plain(Handle* handle) {
   Heap& heap = *handle->home->heap;
   const Bytes size = handle->size();
   const AddrRange range = heap.drop_segment(handle);
-  books.unlock();
-  const bool freed = driver_.free(range.begin).ok();
-  books.lock();
+  bool freed = false;
+  {
+    const MutexUnlock driver_only(mu_);
+    freed = driver_.free(range.begin).ok();
+  }
   if (!freed) {
     heap.add_segment(range, handle);
     return false;
@@ -80,7 +83,7 @@ bool DeviceAllocator::release_plain(Handle* handle, MutexLock& books) {
 }
 
 // Drops dormant aliases beyond Options::max_aliases, as far as their work is done.
-bool DeviceAllocator::trim_aliases(Handle* handle, MutexLock& books) {
+bool DeviceAllocator::trim_aliases(Handle* handle) {
   std::vector<Unmap> unmaps;
   while (handle->alias_count > static_cast<std::uint32_t>(options_.max_aliases)) {
     Mapping* oldest = oldest_droppable(*handle);
@@ -89,33 +92,38 @@ bool DeviceAllocator::trim_aliases(Handle* handle, MutexLock& books) {
   }
   if (unmaps.empty()) return false;
   const std::size_t dropped = unmaps.size();
-  books.unlock();
-  (void)unmap_all(unmaps);
-  books.lock();
+  {
+    const MutexUnlock driver_only(mu_);
+    (void)unmap_all(unmaps);
+  }
   books_.stats.paths.aliases_dropped += dropped - unmaps.size();
   restore(unmaps);
   return true;
 }
 
 // The driver holds only so many mappings: all dormant aliases go whose work is done.
-void DeviceAllocator::drop_complete_aliases(MutexLock& books) {
-  std::vector<Unmap> unmaps;
+void DeviceAllocator::drop_complete_aliases() {
+  std::vector<Handle*> movable;
   books_.handles.for_each([&](Handle* handle) {
-    if (handle->pinned) return;
-    while (Mapping* oldest = oldest_droppable(*handle)) drop_alias(oldest, unmaps);
+    if (!handle->pinned) movable.push_back(handle);
   });
+  std::vector<Unmap> unmaps;
+  for (Handle* handle : movable) {
+    while (Mapping* oldest = oldest_droppable(*handle)) drop_alias(oldest, unmaps);
+  }
   const std::size_t dropped = unmaps.size();
-  books.unlock();
-  (void)unmap_all(unmaps);
-  books.lock();
+  {
+    const MutexUnlock driver_only(mu_);
+    (void)unmap_all(unmaps);
+  }
   books_.stats.paths.aliases_dropped += dropped - unmaps.size();
   restore(unmaps);
 }
 
 // What a re-cut replaced goes back. False when there was none.
-bool DeviceAllocator::release_doomed(MutexLock& books) {
+bool DeviceAllocator::release_doomed() {
   const std::vector<Handle*> doomed = std::exchange(doomed_, {});
-  for (Handle* handle : doomed) (void)release(handle, books);
+  for (Handle* handle : doomed) (void)release(handle);
   return !doomed.empty();
 }
 
@@ -124,11 +132,11 @@ bool DeviceAllocator::maintain() {
   const MutexLock work(work_mu_);
   if (doomed_.empty() && crowded_.empty()) return false;
   const RelaxedCapture relaxed(driver_);
-  MutexLock books(mu_);
-  (void)release_doomed(books);
+  const MutexLock lock(mu_);
+  (void)release_doomed();
   for (const std::uint32_t id : crowded_) {
     Handle* handle = books_.handles.find(id);  // it may be gone since, or hold less
-    if (handle != nullptr) trim_aliases(handle, books);
+    if (handle != nullptr) trim_aliases(handle);
   }
   crowded_.clear();
   return true;

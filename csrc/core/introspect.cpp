@@ -47,7 +47,8 @@ MemoryFigures DeviceAllocator::figures() const {
   v.pending = current(stats.active_bytes) - v.live;
   v.held = current(stats.inactive_split_bytes);
   Bytes filling;
-  for (const auto& [key, set] : sets_) {
+  for (const auto& entry : sets_) {
+    const HeapSet* set = entry.second.get();
     for_each_block(*set, [&](const Block& b) {
       if (b.state == BlockState::kFilling) filling += b.size;
       if (b.state == BlockState::kReady) {

@@ -38,11 +38,11 @@ AllocResult DeviceAllocator::allocate_slow(const AllocRequest& request, Bytes si
     MutexLock work(work_mu_);
     poll();
     (void)refresh_capacity(/*only_if_tight=*/true);
-    MutexLock books(mu_);
-    dissolve_released_pools(books);
+    const MutexLock lock(mu_);
+    dissolve_released_pools();
     HeapSet& set = heap_set(request.stream, request.pool);
-    dissolve_settled_streams(set, books);
-    Served served = serve(set, size, request.size, books);
+    dissolve_settled_streams(set);
+    Served served = serve(set, size, request.size);
     if (served.block != nullptr) return hand_out(served.block, request);
     error = std::move(served.error);
   } while (make_room(request, attempt, asked));
@@ -56,7 +56,7 @@ bool DeviceAllocator::refresh_capacity(bool only_if_tight) {
   {
     MutexLock lock(mu_);
     if (only_if_tight && !policy({}).tight()) return false;
-    reserved = {static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
+    reserved = this->reserved();
   }
   const auto memory = driver_.memory();
   if (!memory.ok()) return false;
@@ -65,16 +65,15 @@ bool DeviceAllocator::refresh_capacity(bool only_if_tight) {
   return device_capacity_ > before;
 }
 
-DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes requested,
-                                               MutexLock& books) {
+DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes requested) {
   if (Block* block = take_hit(set, size, false)) {  // another thread may have made room meanwhile
     ++books_.stats.paths.hits;
     return {block, std::nullopt};
   }
   ++books_.stats.paths.misses;
-  if (wants_plain(set)) return serve_plain(set, size, books);
+  if (wants_plain(set)) return serve_plain(set, size);
 
-  if (books_.handles.mappings() > options_.max_mappings) drop_complete_aliases(books);
+  if (books_.handles.mappings() > options_.max_mappings) drop_complete_aliases();
   Heap& heap = set.heap(heap_kind(size, false, options_), books_);
   MissPlanner planner(default_sets_, books_.handles);
   std::optional<Error> error;
@@ -93,7 +92,7 @@ DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes r
       if (tries++ == options_.miss_tries && !exceed_budget) break;
       const auto plan = planner.plan(heap, candidate, size, now, exceed_budget);
       if (!plan) continue;
-      Served served = execute(*plan, books);
+      Served served = execute(*plan);
       if (served.block != nullptr) {
         if (candidate.run.n != ~0ull) ++books_.stats.paths.holes;
         vm_failures_ = 0;
@@ -107,15 +106,15 @@ DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes r
       if (Block* block = take_hit(set, size, false)) return {block, std::nullopt};
       if (error->code == Errc::kShuttingDown) return {nullptr, error};
       if (error->code == Errc::kOutOfMemory) {
-        limit = {static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
+        limit = reserved();
         device_capacity_ = std::min(device_capacity_, limit);
       } else {
-        drop_complete_aliases(books);  // the driver may hold all the mappings that it can
+        drop_complete_aliases();  // the driver may hold all the mappings that it can
       }
       if (++failures < kPlanFailures) continue;
       if (error->code == Errc::kOutOfMemory) return {nullptr, error};
       if (++vm_failures_ >= kVmFailuresUntilPlain) plain_mode_ = true;
-      return serve_plain(set, size, books);
+      return serve_plain(set, size);
     }
     // Rather a wasteful place that is ready than memory beyond the budget.
     if (Block* block = take_hit(set, size, true)) return {block, std::nullopt};
@@ -126,12 +125,12 @@ DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes r
     exceed_budget = true;
   }
   // No addresses are left, or there never were any; ordinary device allocations need none.
-  Served served = serve_plain(set, size, books);
+  Served served = serve_plain(set, size);
   if (served.block == nullptr && !served.error) served.error = out_of_addresses(size);
   return served;
 }
 
-DeviceAllocator::Served DeviceAllocator::execute(const MissPlan& plan, MutexLock& books) {
+DeviceAllocator::Served DeviceAllocator::execute(const MissPlan& plan) {
   Heap& heap = *plan.heap;
   PathCounts& paths = books_.stats.paths;
   const bool pinned = heap.set().is_private;
@@ -148,7 +147,7 @@ DeviceAllocator::Served DeviceAllocator::execute(const MissPlan& plan, MutexLock
     drop_alias(stale, unmaps);
     ++paths.repointed;
   }
-  Bytes reserved{static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
+  Bytes planned = reserved();
   for (const Piece& piece : plan.pieces) {
     work.push_back({piece, {}, false, false});
     if (Handle* handle = piece.handle) {
@@ -170,18 +169,18 @@ DeviceAllocator::Served DeviceAllocator::execute(const MissPlan& plan, MutexLock
         }
       }
     } else {
-      reserved += kPage * piece.pages;
+      planned += kPage * piece.pages;
     }
     if (Handle* victim = piece.victim) {
       ++paths.recut;
       if (victim->home != nullptr) Heap::leave_home(victim);
       victim->idle_list->remove(victim);
-      if (options_.background && reserved <= std::min(cap(), device_capacity_)) {
+      if (options_.background && planned <= std::min(cap(), device_capacity_)) {
         victim->pinned = true;  // nobody takes it until maintain() releases it
         doomed_.push_back(victim);
       } else {
         victims.push_back(victim);
-        reserved -= victim->size();
+        planned -= victim->size();
         while (victim->aliases != nullptr) drop_alias(victim->aliases, unmaps);
       }
     }
@@ -189,18 +188,20 @@ DeviceAllocator::Served DeviceAllocator::execute(const MissPlan& plan, MutexLock
   Block* filling = heap.begin_fill(plan.fill_begin, plan.fill_end);
 
   // 2. The driver.
-  books.unlock();
-  std::optional<Error> error = unmap_all(unmaps);
+  std::optional<Error> error;
   std::size_t released = 0;
-  for (; !error && released < victims.size(); ++released) {
-    const Status done = driver_.release(victims[released]->driver);
-    if (!done.ok()) {
-      error = done.error();
-      break;
+  {
+    const MutexUnlock driver_only(mu_);
+    error = unmap_all(unmaps);
+    for (; !error && released < victims.size(); ++released) {
+      const Status done = driver_.release(victims[released]->driver);
+      if (!done.ok()) {
+        error = done.error();
+        break;
+      }
     }
+    if (!error) error = map_pieces(work);
   }
-  if (!error) error = map_pieces(work);
-  books.lock();
 
   // 3. The books again, with what there is now.
   for (std::size_t i = 0; i < victims.size(); ++i) {
@@ -267,7 +268,7 @@ std::optional<Error> DeviceAllocator::map_pieces(std::vector<PieceWork>& work) {
   return std::nullopt;
 }
 
-DeviceAllocator::Served DeviceAllocator::serve_plain(HeapSet& set, Bytes size, MutexLock& books) {
+DeviceAllocator::Served DeviceAllocator::serve_plain(HeapSet& set, Bytes size) {
   Heap& heap = set.heap(heap_kind(size, true, options_), books_);
   Bytes segment = plain_segment_size(size, heap.kind());
   std::optional<Error> error;
@@ -278,15 +279,17 @@ DeviceAllocator::Served DeviceAllocator::serve_plain(HeapSet& set, Bytes size, M
     if (step == 2) {
       const Bytes target = now.capacity < segment ? Bytes{} : now.capacity - segment;
       const bool by_cap = now.reserved + segment > now.capacity;
-      const Bytes freed = release_idle(by_cap ? target : Bytes{}, books);
+      const Bytes freed = release_idle(by_cap ? target : Bytes{});
       if (freed.n == 0) break;
       ++books_.stats.num_alloc_retries;
     }
-    const Bytes reserved{static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
-    if (reserved + segment > cap()) continue;
-    books.unlock();
-    const auto address = driver_.allocate(segment);
-    books.lock();
+    if (reserved() + segment > cap()) continue;
+    std::optional<Result<DeviceAddr>> allocated;
+    {
+      const MutexUnlock driver_only(mu_);
+      allocated = driver_.allocate(segment);
+    }
+    const Result<DeviceAddr>& address = *allocated;
     if (!address.ok()) {
       error = address.error();
       if (error->code == Errc::kShuttingDown) break;
@@ -311,8 +314,8 @@ bool DeviceAllocator::make_room(const AllocRequest& request, int& attempt, bool&
   if (shut_down_) return false;
   {
     const MutexLock work(work_mu_);
-    MutexLock books(mu_);
-    if (release_doomed(books)) return true;  // left for maintain(), but wanted now
+    const MutexLock lock(mu_);
+    if (release_doomed()) return true;  // left for maintain(), but wanted now
   }
   if (attempt == 0) {
     attempt = 1;
@@ -323,10 +326,10 @@ bool DeviceAllocator::make_room(const AllocRequest& request, int& attempt, bool&
   if (attempt == 1) {
     attempt = 2;
     const MutexLock work(work_mu_);
-    MutexLock books(mu_);
-    const bool pools = dissolve_released_pools(books);
+    const MutexLock lock(mu_);
+    const bool pools = dissolve_released_pools();
     // Plain segments can't be harvested; they only help by going away.
-    const bool plain = captures_.load() == 0 && release_idle_plain({}, books).n > 0;
+    const bool plain = captures_.load() == 0 && release_idle_plain({}).n > 0;
     if (pools || plain) {
       ++books_.stats.num_alloc_retries;
       return true;

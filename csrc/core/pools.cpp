@@ -53,7 +53,7 @@ void DeviceAllocator::release_pool(PoolId pool) {
   for (const auto& [line, epoch] : closed) record_fence(*line, epoch);
 }
 
-bool DeviceAllocator::dissolve_released_pools(MutexLock& books) {
+bool DeviceAllocator::dissolve_released_pools() {
   bool any = false;
   for (auto pool = pools_.begin(); pool != pools_.end();) {
     const PrivatePool& p = pool->second;
@@ -70,7 +70,7 @@ bool DeviceAllocator::dissolve_released_pools(MutexLock& books) {
       if (key.pool == pool->first) sets.push_back(set.get());
     }
     for (HeapSet* set : sets) {
-      if (dissolve(*set, books)) {
+      if (dissolve(*set)) {
         any = true;
         if (last_set_ == set) last_set_ = nullptr;
         sets_.erase({set->pool, set->timeline->stream().ref.id});
@@ -84,7 +84,7 @@ bool DeviceAllocator::dissolve_released_pools(MutexLock& books) {
 }
 
 // Unmaps the dormant aliases that others' handles have left in a heap, as far as they are complete.
-void DeviceAllocator::drop_aliases_in(Heap& heap, MutexLock& books) {
+void DeviceAllocator::drop_aliases_in(Heap& heap) {
   std::vector<Unmap> unmaps;
   for (Region* region : heap.regions()) {
     for (DeviceAddr a = region->range.begin; a < region->mapped_end;) {
@@ -94,9 +94,10 @@ void DeviceAllocator::drop_aliases_in(Heap& heap, MutexLock& books) {
     }
   }
   const std::size_t dropped = unmaps.size();
-  books.unlock();
-  (void)unmap_all(unmaps);
-  books.lock();
+  {
+    const MutexUnlock driver_only(mu_);
+    (void)unmap_all(unmaps);
+  }
   books_.stats.paths.aliases_dropped += dropped - unmaps.size();
   restore(unmaps);
 }
@@ -104,14 +105,14 @@ void DeviceAllocator::drop_aliases_in(Heap& heap, MutexLock& books) {
 // Programs make streams and throw them away. What such a stream's heap set holds is reachable for
 // others, but the set itself would stay for ever, with its addresses: sets whose work is complete and
 // that have nothing in use are taken apart. A stream that lives on gets a new one.
-void DeviceAllocator::dissolve_settled_streams(const HeapSet& keep, MutexLock& books) {
+void DeviceAllocator::dissolve_settled_streams(const HeapSet& keep) {
   if (temporary_sets_ <= temporary_limit_) return;
   const std::vector<HeapSet*> sets =
       default_sets_;  // erased only under work_mu_, so by nobody else
   for (HeapSet* set : sets) {
     Timeline& line = *set->timeline;
     if (set == &keep || line.stream().permanent || !line.is_settled()) continue;
-    if (!dissolve(*set, books)) continue;
+    if (!dissolve(*set)) continue;
     if (last_set_ == set) last_set_ = nullptr;
     std::erase(default_sets_, set);
     --temporary_sets_;
@@ -130,7 +131,7 @@ void DeviceAllocator::note_stream(const StreamInfo& stream) {
 }
 
 // Takes what is idle away from a heap set. True when nothing is left of it.
-bool DeviceAllocator::dissolve(HeapSet& set, MutexLock& books) {
+bool DeviceAllocator::dissolve(HeapSet& set) {
   bool gone = true;
   for (auto& heap : set.heaps) {
     if (heap == nullptr) continue;
@@ -151,7 +152,7 @@ bool DeviceAllocator::dissolve(HeapSet& set, MutexLock& books) {
       // The books were open meanwhile; in a pool that is still in use somebody may have taken it.
       if (handle->home == nullptr || handle->home->heap != heap.get() || handle->busy()) continue;
       if (is_plain(heap->kind())) {
-        if (captures_.load() > 0 || !release_plain(handle, books)) gone = false;
+        if (captures_.load() > 0 || !release_plain(handle)) gone = false;
         continue;
       }
       Heap::leave_home(handle);
@@ -164,13 +165,14 @@ bool DeviceAllocator::dissolve(HeapSet& set, MutexLock& books) {
         if (m->heap == heap.get()) drop_alias(m, unmaps);
         m = next;
       }
-      books.unlock();
-      (void)unmap_all(unmaps);
-      books.lock();
+      {
+        const MutexUnlock driver_only(mu_);
+        (void)unmap_all(unmaps);
+      }
       restore(unmaps);
       books_.handles.loose().push(handle);
     }
-    drop_aliases_in(*heap, books);
+    drop_aliases_in(*heap);
     if (!heap->empty()) {
       gone = false;
     } else {

@@ -16,24 +16,21 @@ TrimReport DeviceAllocator::trim(const TrimRequest& request) {
   close_epochs();
   const MutexLock work(work_mu_);
   poll();
-  MutexLock books(mu_);
-  const auto reserved = [&] {
-    return Bytes{static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
-  };
+  const MutexLock lock(mu_);
   const Bytes before = reserved();
-  (void)release_doomed(books);
+  (void)release_doomed();
   Bytes target = request.target;
   if (request.pool) {
     // What one pool had becomes loose when it is dissolved; as much goes back.
     const Bytes loose_before = books_.handles.loose().bytes();
-    dissolve_released_pools(books);
+    dissolve_released_pools();
     const Bytes loose = books_.handles.loose().bytes();
     const Bytes from_pool = loose > loose_before ? loose - loose_before : Bytes{};
     target = std::max(target, reserved() > from_pool ? reserved() - from_pool : Bytes{});
   } else {
-    dissolve_released_pools(books);
+    dissolve_released_pools();
   }
-  (void)release_idle(target, books);
+  (void)release_idle(target);
 
   // A later phase of the program grows anew: up to its own peak, not to that of an earlier one.
   if (!request.pool && request.target.n == 0) {
@@ -72,10 +69,7 @@ void DeviceAllocator::wait_for_idle_memory() {
 
 // Releases idle handles, loose ones first, then those idle longest, until reserved is at most
 // `target`. Returns how much went.
-Bytes DeviceAllocator::release_idle(Bytes target, MutexLock& books) {
-  const auto reserved = [&] {
-    return Bytes{static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
-  };
+Bytes DeviceAllocator::release_idle(Bytes target) {
   const Bytes before = reserved();
   const auto can_go = [](const Handle& h) {
     if (planted(Fault::kReleaseEarly)) return true;
@@ -86,31 +80,28 @@ Bytes DeviceAllocator::release_idle(Bytes target, MutexLock& books) {
     return true;
   };
   // One list at a time, gathered first: the books are open while the driver works.
-  const auto release_from = [&](IdleList& list) {
+  std::vector<IdleList*> lists{&books_.handles.loose()};
+  for (HeapSet* set : default_sets_) lists.push_back(&set->idle);
+  for (IdleList* list : lists) {
     std::vector<Handle*> idle;
-    list.for_each([&](Handle* h) {
+    list->for_each([&](Handle* h) {
       if (can_go(*h)) idle.push_back(h);
     });
     std::sort(idle.begin(), idle.end(),
               [](const Handle* a, const Handle* b) { return a->idle_since < b->idle_since; });
     for (Handle* h : idle) {
-      if (reserved() <= target) return;
+      if (reserved() <= target) break;
       // A hit may have taken it while the books were open.
-      if (h->idle_list != &list || !can_go(*h)) continue;
-      list.remove(h);
-      if (!release(h, books)) return;
+      if (h->idle_list != list || !can_go(*h)) continue;
+      list->remove(h);
+      if (!release(h)) break;
     }
-  };
-  release_from(books_.handles.loose());
-  for (std::size_t i = 0; i < default_sets_.size(); ++i) release_from(default_sets_[i]->idle);
-  if (captures_.load() == 0) (void)release_idle_plain(target, books);
+  }
+  if (captures_.load() == 0) (void)release_idle_plain(target);
   return before - std::min(before, reserved());
 }
 
-Bytes DeviceAllocator::release_idle_plain(Bytes target, MutexLock& books) {
-  const auto reserved = [&] {
-    return Bytes{static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
-  };
+Bytes DeviceAllocator::release_idle_plain(Bytes target) {
   const Bytes before = reserved();
   for (std::size_t i = 0; i < default_sets_.size(); ++i) {
     for (const HeapKind kind : {HeapKind::kPlainSmall, HeapKind::kPlainLarge}) {
@@ -122,7 +113,7 @@ Bytes DeviceAllocator::release_idle_plain(Bytes target, MutexLock& books) {
         for (Region* region : heap->regions()) {
           Mapping* segment = region->mapping_at(region->range.begin);
           if (segment->uses != 0 || !segment->last_use.complete()) continue;
-          again = release_plain(segment->handle, books);  // changes the list of regions
+          again = release_plain(segment->handle);  // changes the list of regions
           break;
         }
       }

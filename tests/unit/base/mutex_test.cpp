@@ -35,26 +35,19 @@ TEST(Mutex, TryLockTakesAFreeOne) {
   mu.unlock();
 }
 
-TEST(MutexLock, LetsGoInTheMiddleAndTakesItAgain) {
+TEST(MutexUnlock, LetsGoForAScopeAndTakesItAgain) {
   Mutex mu;
   {
-    MutexLock lock(mu);
-    lock.unlock();
-    EXPECT_FALSE(mu.held_by_caller());
-    lock.lock();
+    const MutexLock lock(mu);
+    {
+      const MutexUnlock open(mu);
+      EXPECT_FALSE(mu.held_by_caller());
+      ASSERT_TRUE(mu.try_lock());  // others can have it meanwhile
+      mu.unlock();
+    }
     EXPECT_TRUE(mu.held_by_caller());
   }
   EXPECT_FALSE(mu.held_by_caller());
-}
-
-TEST(MutexLock, EndsWellWhenItWasLetGo) {
-  Mutex mu;
-  {
-    MutexLock lock(mu);
-    lock.unlock();
-  }
-  EXPECT_TRUE(mu.try_lock());
-  mu.unlock();
 }
 
 #ifndef NDEBUG
