@@ -269,13 +269,24 @@ void TorchAllocator::init(int device_count) {
   if (previous_ != nullptr && !previous_->initialized()) previous_->init(device_count);
 }
 
+namespace {
+
+void check_index(c10::DeviceIndex device) {
+  TORCH_CHECK_INDEX(device >= 0 && device < DeviceRegistry::kMaxDevices,
+                    "gpumemx: there is no CUDA device ", static_cast<int>(device));
+}
+
+}  // namespace
+
 double TorchAllocator::getMemoryFraction(c10::DeviceIndex device) {
+  check_index(device);
   return devices_.fraction(device);
 }
 
 void TorchAllocator::setMemoryFraction(double fraction, c10::DeviceIndex device) {
   TORCH_CHECK_VALUE(fraction >= 0 && fraction <= 1, "invalid fraction: ", fraction,
                     ". Please set within [0, 1].");
+  check_index(device);
   devices_.set_fraction(device, fraction);
 }
 

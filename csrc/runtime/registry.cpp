@@ -55,10 +55,8 @@ Result<Device*> DeviceRegistry::device(int index) {
   if (const auto memory = device->counting->memory(); memory.ok()) {
     device->total = memory.value().total;
   }
-  const double fraction = fractions_[static_cast<std::size_t>(index)];
-  if (fraction > 0) {
-    device->allocator->set_cap(
-        {static_cast<std::uint64_t>(fraction * static_cast<double>(device->total.n))});
+  if (const auto fraction = fractions_[static_cast<std::size_t>(index)]) {
+    apply_fraction(*device, *fraction);
   }
   Device* raw = device.release();
   devices_[static_cast<std::size_t>(index)].store(raw, std::memory_order_release);
@@ -73,19 +71,20 @@ int DeviceRegistry::owner_of(DeviceAddr address) const {
   return -1;
 }
 
+void DeviceRegistry::apply_fraction(Device& device, double fraction) {
+  device.allocator->set_cap(
+      {static_cast<std::uint64_t>(fraction * static_cast<double>(device.total.n))});
+}
+
 void DeviceRegistry::set_fraction(int index, double fraction) {
   MutexLock lock(mu_);
   fractions_[static_cast<std::size_t>(index)] = fraction;
-  if (Device* device = if_open(index)) {
-    device->allocator->set_cap(
-        {static_cast<std::uint64_t>(fraction * static_cast<double>(device->total.n))});
-  }
+  if (Device* device = if_open(index)) apply_fraction(*device, fraction);
 }
 
 double DeviceRegistry::fraction(int index) const {
   MutexLock lock(mu_);
-  const double fraction = fractions_[static_cast<std::size_t>(index)];
-  return fraction > 0 ? fraction : 1.0;
+  return fractions_[static_cast<std::size_t>(index)].value_or(1.0);
 }
 
 void DeviceRegistry::shut_down() {

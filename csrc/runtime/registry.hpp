@@ -65,7 +65,8 @@ class DeviceRegistry {
   // The open device whose block begins at `address`, or -1.
   int owner_of(DeviceAddr address) const;
 
-  // A cap as a share of the device's memory, (0, 1]; kept for devices that are not open yet.
+  // A cap as a share of the device's memory, [0, 1]; kept for devices that are not open yet.
+  // REQUIRES: index is from 0 to kMaxDevices - 1.
   void set_fraction(int index, double fraction) GPUMEMX_EXCLUDES(mu_);
   double fraction(int index) const GPUMEMX_EXCLUDES(mu_);
 
@@ -74,6 +75,7 @@ class DeviceRegistry {
 
  private:
   DeviceRegistry();
+  static void apply_fraction(Device& device, double fraction);
 
   std::atomic<int> count_{0};
   std::atomic<bool> shut_down_{false};
@@ -83,7 +85,7 @@ class DeviceRegistry {
   Options options_ GPUMEMX_GUARDED_BY(mu_);
   OpenDriver open_ GPUMEMX_GUARDED_BY(mu_);
   Observer* observer_ GPUMEMX_GUARDED_BY(mu_) = nullptr;
-  std::array<double, kMaxDevices> fractions_ GPUMEMX_GUARDED_BY(mu_){};  // 0: not set
+  std::array<std::optional<double>, kMaxDevices> fractions_ GPUMEMX_GUARDED_BY(mu_);
 };
 
 }  // namespace gpumemx

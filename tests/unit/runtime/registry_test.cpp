@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// One allocator a device, opened at its first use. The registry is one for the process, so each test
+// uses devices of its own; what happens at fork is in tests/stress/.
+#include "runtime/registry.hpp"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+
+#include "driver/sim/sim_driver.hpp"
+
+namespace gpumemx {
+namespace {
+
+class RegistryTest : public ::testing::Test {
+ protected:
+  RegistryTest() {
+    devices_.configure(
+        Options{},
+        [this](int device) -> Result<std::unique_ptr<DeviceDriver>> {
+          ++opened_;
+          if (device == 9) return Error{Errc::kDriverFailure, {}, "no such card"};
+          SimOptions options;
+          options.capacity = 1_GiB;
+          options.device = static_cast<std::uint32_t>(device);
+          return std::unique_ptr<DeviceDriver>(std::make_unique<SimDriver>(options));
+        },
+        nullptr);
+    devices_.set_device_count(10);
+  }
+
+  static AllocResult allocate(Device& device, Bytes size) {
+    return device.allocator->allocate({size, {{StreamId{1}, 0}, true}, kDefaultPool, 0, nullptr});
+  }
+
+  DeviceRegistry& devices_ = DeviceRegistry::instance();
+  int opened_ = 0;
+};
+
+TEST_F(RegistryTest, OpensADeviceAtItsFirstUseOnly) {
+  EXPECT_EQ(devices_.device_count(), 10);
+  EXPECT_EQ(devices_.if_open(0), nullptr);
+  EXPECT_EQ(opened_, 0);
+  const auto first = devices_.device(0);
+  ASSERT_TRUE(first.ok());
+  EXPECT_EQ(first.value()->total, 1_GiB);
+  EXPECT_EQ(devices_.device(0).value(), first.value());
+  EXPECT_EQ(devices_.if_open(0), first.value());
+  EXPECT_EQ(opened_, 1);
+}
+
+TEST_F(RegistryTest, NamesTheDeviceThatIsNotThere) {
+  const auto beyond = devices_.device(10);
+  ASSERT_FALSE(beyond.ok());
+  EXPECT_EQ(beyond.error().code, Errc::kInvalidArgument);
+  EXPECT_EQ(beyond.error().where, "device 10 of 10");
+  EXPECT_EQ(devices_.device(-1).error().code, Errc::kInvalidArgument);
+  EXPECT_EQ(devices_.device(9).error().where, "no such card");
+  EXPECT_EQ(devices_.if_open(9), nullptr);  // the next use tries again
+}
+
+TEST_F(RegistryTest, KnowsWhoseAnAddressIs) {
+  Device& one = *devices_.device(1).value();
+  Device& two = *devices_.device(2).value();
+  const AllocResult a = allocate(one, 4_MiB), b = allocate(two, 4_MiB);
+  EXPECT_EQ(devices_.owner_of(a.address), 1);
+  EXPECT_EQ(devices_.owner_of(b.address), 2);
+  EXPECT_EQ(devices_.owner_of({64}), -1);
+  one.allocator->free(a.address);
+  two.allocator->free(b.address);
+}
+
+TEST_F(RegistryTest, AFractionCapsADeviceBeforeAndAfterItIsOpened) {
+  EXPECT_EQ(devices_.fraction(3), 1.0);
+  devices_.set_fraction(3, 0.25);
+  EXPECT_EQ(devices_.fraction(3), 0.25);
+  Device& device = *devices_.device(3).value();
+  EXPECT_EQ(device.allocator->cap(), 256_MiB);
+  const AllocResult too_much = allocate(device, 300_MiB);
+  ASSERT_FALSE(too_much.ok());
+  EXPECT_EQ(too_much.failure->cause, OomCause::kCapped);
+  devices_.set_fraction(3, 0.5);
+  const AllocResult fits = allocate(device, 300_MiB);
+  ASSERT_TRUE(fits.ok());
+  device.allocator->free(fits.address);
+  devices_.set_fraction(3, 0);  // nothing at all: a fraction like any other
+  EXPECT_EQ(devices_.fraction(3), 0);
+  EXPECT_EQ(device.allocator->cap(), 0_B);
+}
+
+}  // namespace
+}  // namespace gpumemx
