@@ -120,7 +120,7 @@ TEST_F(PoolsTest, WaitsForAStreamThatWasOnlyNotedWhenAGraphIsReplayedThere) {
 }
 
 TEST_F(PoolsTest, HeapSetsOfStreamsThatAreGoneAreTakenApart) {
-  for (int i = 0; i < 400; ++i) {
+  for (int i = 0; i < 120; ++i) {
     const StreamInfo stream = temporary(gpu_.new_stream());
     for (const Bytes size : {1_KiB, 3_MiB, 8_MiB}) free(alloc(size, stream));
     gpu_.destroy_stream(stream.ref);
