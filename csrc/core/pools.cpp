@@ -64,7 +64,6 @@ bool DeviceAllocator::dissolve_released_pools() {
       continue;
     }
     bool gone = true;
-    std::vector<SetKey> empty;
     std::vector<HeapSet*> sets;
     for (const auto& [key, set] : sets_) {
       if (key.pool == pool->first) sets.push_back(set.get());
