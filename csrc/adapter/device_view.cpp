@@ -103,6 +103,10 @@ Scope::Scope(int device, bool from_start)
   }
 }
 
+DriverFigures DeviceView::driver_figures() const {
+  return ours_ == nullptr ? DriverFigures{} : ours_->counting->figures();
+}
+
 Scope::~Scope() { (void)end(); }
 
 void Scope::read_torch(torch_alloc::CUDAAllocator& torch) {

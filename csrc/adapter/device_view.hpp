@@ -23,6 +23,7 @@ class DeviceView {
   std::string summary() const;
   TrimReport clear_cache(bool wait) const;
   Stats stats() const;  // zeros where gpumemx has not opened the device
+  DriverFigures driver_figures() const;  // the same
 
  private:
   int device_;

@@ -44,6 +44,7 @@ void DriverMeter::charge(DriverCall call, double seconds, bool ok, HandleId hand
   }
 
   figures_.seconds += seconds;
+  figures_.seconds_of[kind] += seconds;
   if (caller_role() != CallerRole::kInline) return;
   figures_.seconds_inline += seconds;
   if (is_growth) figures_.seconds_growth += seconds;

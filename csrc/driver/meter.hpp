@@ -34,6 +34,7 @@ class CallerRoleScope {
 struct DriverFigures {
   std::array<std::uint64_t, kDriverCallKinds> calls{};  // successful and failed ones
   std::array<std::uint64_t, kDriverCallKinds> failures{};
+  std::array<double, kDriverCallKinds> seconds_of{};  // by kind of call; together: seconds
   Bytes bytes_created;
   double seconds = 0;         // all driver time
   double seconds_inline = 0;  // of that: made by threads that allocate or free

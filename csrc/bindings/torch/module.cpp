@@ -87,6 +87,24 @@ py::dict paths(const Stats& stats) {
   return d;
 }
 
+py::dict to_dict(const DriverFigures& f) {
+  py::dict calls, seconds;
+  for (int i = 0; i < kDriverCallKinds; ++i) {
+    const auto kind = static_cast<std::size_t>(i);
+    if (f.calls[kind] == 0) continue;
+    const char* name = to_string(static_cast<DriverCall>(i));
+    calls[name] = f.calls[kind];
+    seconds[name] = f.seconds_of[kind];
+  }
+  py::dict d;
+  d["calls"] = calls;
+  d["seconds_of"] = seconds;
+  d["seconds"] = f.seconds;
+  d["seconds_inline"] = f.seconds_inline;
+  d["seconds_growth"] = f.seconds_growth;
+  return d;
+}
+
 void install(const std::string& conf, const std::map<std::string, std::string>& arguments,
              bool late, int simulated_devices, std::uint64_t simulated_bytes) {
   adapter::InstallRequest request;
@@ -197,6 +215,11 @@ PYBIND11_MODULE(GPUMEMX_TORCH_MODULE, m) {
   m.def(
       "paths", [](int device) { return paths(DeviceView(device).stats()); }, py::arg("device"),
       "How often each way of serving a request was taken.");
+  m.def(
+      "driver_figures", [](int device) { return to_dict(DeviceView(device).driver_figures()); },
+      py::arg("device"),
+      "Driver calls and their seconds: by kind, all, those that an allocating thread waited for, "
+      "and of those the growth. Empty without gpumemx.");
 
   py::class_<TrimReport>(m, "TrimReport").def("to_dict", [](const TrimReport& r) {
     return to_dict(r);

@@ -27,6 +27,8 @@ TEST(Meter, CountsCallsFailuresAndBytes) {
   EXPECT_EQ(meter.figures().count(DriverCall::kQuery), 1u);
   EXPECT_EQ(meter.figures().bytes_created, 2_MiB);
   EXPECT_DOUBLE_EQ(meter.figures().seconds, 3);
+  EXPECT_DOUBLE_EQ(meter.figures().seconds_of[static_cast<std::size_t>(DriverCall::kCreate)], 2);
+  EXPECT_DOUBLE_EQ(meter.figures().seconds_of[static_cast<std::size_t>(DriverCall::kQuery)], 1);
 }
 
 TEST(Meter, GrowthEndsWithTheFirstSuccessfulSetAccess) {
