@@ -35,8 +35,7 @@ const char* to_string(BlockState state) {
 PageTable::PageTable(DeviceAddr base, Bytes size)
     : base_(base),
       granules_(size.n / kGranule.n),
-      blocks_(zeroed<std::uint32_t>(granules_)),
-      mappings_(zeroed<Mapping*>((size.n + kPage.n - 1) / kPage.n)) {
+      blocks_(zeroed<std::uint32_t>(granules_)) {
   std::size_t bits = granules_;
   for (auto& level : begins_) {
     level.reset(zeroed<std::uint64_t>(words(bits)));
@@ -88,6 +87,14 @@ std::uint32_t PageTable::last_block_at_or_before(DeviceAddr at) const {
   }
   return 0;
 }
+
+Region::Region(AddrRange range, Heap* heap, bool plain)
+    : range(range),
+      heap(heap),
+      mapped_end(plain ? range.end() : range.begin),
+      plain(plain),
+      tables(plain ? 1 : range.size.n / kSlot.n),
+      pages(zeroed<Mapping*>((range.size.n + kPage.n - 1) / kPage.n)) {}
 
 PageTable& Region::table(DeviceAddr a) {
   const std::size_t i = index(a);
@@ -142,11 +149,8 @@ Region* Arena::take(Bytes size, Heap* heap) {
   if (!first) first = search(0, slots_.size());
   if (!first) return nullptr;
 
-  auto region = std::make_unique<Region>();
-  region->range = {range_.begin + kSlot * *first, kSlot * need};
-  region->heap = heap;
-  region->mapped_end = region->range.begin;
-  region->tables.resize(need);
+  const AddrRange addresses{range_.begin + kSlot * *first, kSlot * need};
+  auto region = std::make_unique<Region>(addresses, heap, /*plain=*/false);
   for (std::size_t i = 0; i < need; ++i) slots_[*first + i] = region.get();
   next_fit_ = *first + need;
   regions_.push_back(std::move(region));
@@ -154,12 +158,7 @@ Region* Arena::take(Bytes size, Heap* heap) {
 }
 
 Region* Arena::add_plain(AddrRange range, Heap* heap) {
-  auto region = std::make_unique<Region>();
-  region->range = range;
-  region->heap = heap;
-  region->mapped_end = range.end();
-  region->plain = true;
-  region->tables.resize(1);
+  auto region = std::make_unique<Region>(range, heap, /*plain=*/true);
   Region* raw = region.get();
   plain_.emplace(range.begin.n, std::move(region));
   return raw;

@@ -4,8 +4,9 @@
 // 1 GiB; heaps take runs of slots as regions. From an address to its slot is a shift, from there to
 // the block that begins there and to the mapping of the page an index: no hash, no tree.
 //
-// A slot's tables are made when something first begins in it. They are large and nearly empty, so
-// they come from calloc: host memory is used for the pages of a table that were touched.
+// The tables of blocks are by slot, made when something first begins in it; that of mappings is one
+// for a region. They are large and nearly empty, so they come from calloc: host memory is used for
+// the pages of a table that were touched.
 //
 // Plain device allocations lie outside of the reservation, each a region with tables of its own,
 // found through an ordered map.
@@ -13,6 +14,7 @@
 // Not thread-safe: guarded by the allocator's lock.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstdlib>
@@ -30,7 +32,14 @@ namespace gpumemx {
 
 inline constexpr Bytes kSlot{1ull << 30};
 
-// Block begins and mappings of up to 1 GiB of addresses from `base` (plain regions: any length).
+// From calloc: all zeros, and no host memory until it is touched.
+struct CallocFree {
+  void operator()(void* p) const { std::free(p); }
+};
+template <class T>
+using ZeroedArray = std::unique_ptr<T[], CallocFree>;
+
+// Block begins in up to 1 GiB of addresses from `base` (plain regions: any length).
 class PageTable {
  public:
   PageTable(DeviceAddr base, Bytes size);
@@ -41,32 +50,21 @@ class PageTable {
   // The last block that begins at or before `at`, in this table; 0 when none does.
   std::uint32_t last_block_at_or_before(DeviceAddr at) const;
 
-  Mapping* mapping_at(DeviceAddr at) const { return mappings_[page(at)]; }
-  void set_mapping(DeviceAddr page_begin, Mapping* mapping) {
-    mappings_[page(page_begin)] = mapping;
-  }
-
  private:
-  struct Free {
-    void operator()(void* p) const { std::free(p); }
-  };
-  template <class T>
-  using Array = std::unique_ptr<T[], Free>;
-
   std::size_t granule(DeviceAddr a) const { return (a - base_).n / kGranule.n; }
-  std::size_t page(DeviceAddr a) const { return (a - base_).n / kPage.n; }
 
   DeviceAddr base_;
   std::size_t granules_;
-  Array<std::uint32_t> blocks_;
-  Array<Mapping*> mappings_;
+  ZeroedArray<std::uint32_t> blocks_;
   // Which granules begin a block, then which words of the level below are not zero: a block that
   // covers an address is found in a few steps however far away it begins.
   static constexpr int kLevels = 3;
-  std::array<Array<std::uint64_t>, kLevels> begins_;
+  std::array<ZeroedArray<std::uint64_t>, kLevels> begins_;
 };
 
 struct Region {
+  Region(AddrRange range, Heap* heap, bool plain);
+
   AddrRange range;
   Heap* heap = nullptr;
   Block* first = nullptr;
@@ -74,12 +72,13 @@ struct Region {
   DeviceAddr mapped_end;  // no mapping reaches beyond; may be too high, never too low
   bool plain = false;
   std::vector<std::unique_ptr<PageTable>> tables;  // one a slot; plain: one in all
+  ZeroedArray<Mapping*> pages;                     // what is mapped there, by page
 
   PageTable* table_if_any(DeviceAddr a) const { return tables[index(a)].get(); }
   PageTable& table(DeviceAddr a);  // made at first use
-  Mapping* mapping_at(DeviceAddr a) const {
-    const PageTable* t = table_if_any(a);
-    return t == nullptr ? nullptr : t->mapping_at(a);
+  Mapping* mapping_at(DeviceAddr a) const { return pages[page(a)]; }
+  void set_mapping(AddrRange whole_pages, Mapping* mapping) {
+    std::fill_n(&pages[page(whole_pages.begin)], whole_pages.size.n / kPage.n, mapping);
   }
   // Lowers mapped_end to where the last mapping really ends, but not below `floor`.
   void tighten_mapped_end(DeviceAddr floor) {
@@ -91,6 +90,7 @@ struct Region {
   Block* block_covering(DeviceAddr a, const Slab<Block>& blocks) const;
 
  private:
+  std::size_t page(DeviceAddr a) const { return (a - range.begin).n / kPage.n; }
   std::size_t index(DeviceAddr a) const { return plain ? 0 : (a - range.begin).n / kSlot.n; }
 };
 

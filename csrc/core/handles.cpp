@@ -31,9 +31,7 @@ void DeviceAllocator::restore(const std::vector<Unmap>& unmaps) {
   for (const Unmap& u : unmaps) {
     Mapping* mapping = books_.handles.add_mapping(u.handle, u.region, u.begin);
     mapping->last_use = u.last_use;
-    for (DeviceAddr a = u.begin; a < mapping->end(); a = a + kPage) {
-      u.region->table(a).set_mapping(a, mapping);
-    }
+    u.region->set_mapping({u.begin, mapping->size()}, mapping);
     ++books_.stats.dormant_aliases;
   }
 }

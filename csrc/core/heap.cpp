@@ -208,8 +208,7 @@ void Heap::add_segment(AddrRange range, Handle* handle) {
   Mapping* mapping = books_.handles.add_mapping(handle, region, range.begin);
   handle->home = mapping;
   handle->pinned = true;
-  PageTable& table = region->table(range.begin);
-  for (Bytes at{}; at < range.size; at += kPage) table.set_mapping(range.begin + at, mapping);
+  region->set_mapping({range.begin, round_up(range.size, kPage)}, mapping);
   books_.stats.segment.add(handle->small, 1);
   note(EventKind::kSegmentAlloc, range);
   region->first = region->last = add_block(region, range.begin, range.size, BlockState::kReady);
@@ -305,9 +304,7 @@ void Heap::leave_home(Handle* handle) {
 }
 
 void Heap::forget(Mapping* alias, Books& books) {
-  for (DeviceAddr a = alias->begin; a < alias->end(); a = a + kPage) {
-    alias->region->table(a).set_mapping(a, nullptr);
-  }
+  alias->region->set_mapping({alias->begin, alias->size()}, nullptr);
   --books.stats.dormant_aliases;
   books.handles.remove_mapping(alias);
 }
@@ -337,9 +334,7 @@ void Heap::install(Block* filling, Handle* handle, DeviceAddr at) {
   Mapping* mapping = books_.handles.add_mapping(handle, region, at);
   handle->home = mapping;
   mapping->uses = 1;
-  for (DeviceAddr a = at; a < mapping->end(); a = a + kPage) {
-    region->table(a).set_mapping(a, mapping);
-  }
+  region->set_mapping({at, mapping->size()}, mapping);
   region->mapped_end = std::max(region->mapped_end, mapping->end());
   if (handle->small != is_small(kind_)) {
     handle->small = is_small(kind_);

@@ -86,10 +86,9 @@ DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes r
     Policy now = policy(requested);
     now.capacity = std::min(now.capacity, limit);
     bool carried_out = false;
-    int tries = 0;
-    for (const Candidate& candidate : search_.find(heap, size, now, books_.handles)) {
-      // In the end every place is tried: the fresh addresses of the open end always serve.
-      if (tries++ == options_.miss_tries && !exceed_budget) break;
+    // In the end every place is tried: the fresh addresses of the open end always serve.
+    const auto tries = exceed_budget ? SIZE_MAX : static_cast<std::size_t>(options_.miss_tries);
+    for (const Candidate& candidate : search_.find(heap, size, now, books_.handles, tries)) {
       const auto plan = planner.plan(heap, candidate, size, now, exceed_budget);
       if (!plan) continue;
       Served served = execute(*plan);

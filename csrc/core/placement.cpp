@@ -72,8 +72,8 @@ bool can_switch(const Mapping& alias, const HeapSet& set) {
   return !alias.is_home() && usable_by(*alias.handle, set);
 }
 
-const std::vector<Candidate>& CandidateSearch::find(const Heap& heap, Bytes size,
-                                                    const Policy& policy, HandlePool& handles) {
+std::span<const Candidate> CandidateSearch::find(const Heap& heap, Bytes size, const Policy& policy,
+                                                 HandlePool& handles, std::size_t most) {
   heap_ = &heap;
   size_ = size;
   policy_ = &policy;
@@ -83,11 +83,13 @@ const std::vector<Candidate>& CandidateSearch::find(const Heap& heap, Bytes size
   found_.clear();
   collect_runs();
   for (const Run& run : runs_) search_run(run);
-  std::sort(found_.begin(), found_.end(), [](const Candidate& a, const Candidate& b) {
-    return std::tie(a.key, a.pages_pinned, a.run, a.at) <
-           std::tie(b.key, b.pages_pinned, b.run, b.at);
-  });
-  return found_;
+  most = std::min(most, found_.size());
+  std::partial_sort(found_.begin(), found_.begin() + static_cast<std::ptrdiff_t>(most), found_.end(),
+                    [](const Candidate& a, const Candidate& b) {
+                      return std::tie(a.key, a.pages_pinned, a.run, a.at) <
+                             std::tie(b.key, b.pages_pinned, b.run, b.at);
+                    });
+  return {found_.data(), most};
 }
 
 // A run without void parts is one ready block, found by its size; every other run has a void block,
@@ -145,6 +147,7 @@ void CandidateSearch::collect_runs() {
 }
 
 void CandidateSearch::search_run(const Run& run) {
+  read_run(run);
   const int places = policy_->options.miss_extents;
   from(run, run.begin);
   if (!run.open) upto(run, run.end);
@@ -158,35 +161,81 @@ void CandidateSearch::search_run(const Run& run) {
     ++ready;
   }
 
-  // Begins of stretches of dormant aliases.
-  Region* region = run.first->region;
+  // Begins of rows of dormant aliases.
   int aliases = 0;
-  for (const Block* b = run.first; b != nullptr && b->begin < run.end && aliases < places;
-       b = b->next) {
-    if (b->state != BlockState::kVoid) continue;
-    bool in_stretch = false;
-    const DeviceAddr end = std::min(b->end(), region->mapped_end);
-    for (DeviceAddr a = b->begin; a < end && aliases < places;) {
-      const Mapping* m = region->mapping_at(a);
-      if (m == nullptr) {
-        in_stretch = false;
-        a = a + kPage;
-        continue;
-      }
-      if (!in_stretch) {
-        evaluate(run, a);
-        ++aliases;
-      }
-      in_stretch = true;
-      a = m->end();
+  bool in_row = false;
+  for (const Stretch& s : stretches_) {
+    const bool alias = s.ground != Ground::kEmpty && s.ground != Ground::kHome;
+    if (alias && !in_row) {
+      evaluate(run, s.begin);
+      if (++aliases == places) break;
     }
+    in_row = alias;
   }
 
   if (run.open) {  // beyond everything that is mapped: always possible, and the last resort
     const DeviceAddr floor = page_up(run.begin);
-    region->tighten_mapped_end(floor);
-    evaluate(run, std::max(region->mapped_end, floor));
+    run.first->region->tighten_mapped_end(floor);
+    evaluate(run, std::max(run.first->region->mapped_end, floor));
   }
+}
+
+// Reads the pages of a run up to the last that has a mapping; beyond, everything is empty.
+void CandidateSearch::read_run(const Run& run) {
+  const HeapSet& set = heap_->set();
+  const Region* region = run.first->region;
+  const std::uint64_t search = handles_->next_serial();
+  stretches_.clear();
+  twins_.clear();
+  total_ = {};
+  const DeviceAddr end = page_up(run.end);
+  const DeviceAddr mapped = std::min(end, std::max(region->mapped_end, page_down(run.begin)));
+  for (DeviceAddr page = page_down(run.begin); page < mapped;) {
+    const Mapping* m = region->mapping_at(page);
+    if (m == nullptr) {
+      DeviceAddr next = page + kPage;
+      while (next < mapped && region->mapping_at(next) == nullptr) next = next + kPage;
+      add_stretch(page, next, Ground::kEmpty, 0);
+      page = next;
+      continue;
+    }
+    Handle& handle = *m->handle;
+    const DeviceAddr next = std::min(m->end(), end);
+    if (m->is_home() || can_switch(*m, set)) {
+      if (handle.mark == search) {
+        twins_.push_back({handle.mark_place, stretches_.size()});
+      } else {
+        handle.mark = search;
+      }
+      handle.mark_place = static_cast<std::uint32_t>(stretches_.size());
+      const bool idle = m->uses == 0;
+      add_stretch(page, next, m->is_home() ? Ground::kHome : Ground::kSwitch,
+                  idle ? handle.pages : 0);
+    } else {
+      add_stretch(page, next, m->last_use.complete() ? Ground::kStale : Ground::kBlocked,
+                  handle.pages);
+    }
+    page = m->end();
+  }
+  if (mapped < end) add_stretch(mapped, end, Ground::kEmpty, 0);
+}
+
+void CandidateSearch::add_stretch(DeviceAddr begin, DeviceAddr end, Ground ground,
+                                  std::uint32_t handle_pages) {
+  const auto is_gap = [](Ground g) { return g == Ground::kEmpty || g == Ground::kStale; };
+  const bool in_gap = !stretches_.empty() && is_gap(stretches_.back().ground);
+  stretches_.push_back({begin, end, ground, handle_pages, total_});
+  if (is_gap(ground)) {
+    const std::uint64_t covered = (end - begin).n / kPage.n;
+    total_.missing += covered;
+    total_.pinned += covered;
+    if (!in_gap) ++total_.gaps;
+  } else {
+    total_.pinned += handle_pages;
+  }
+  if (ground == Ground::kStale) ++total_.stale;
+  if (ground == Ground::kSwitch) ++total_.switches;
+  if (ground == Ground::kBlocked) ++total_.blocked;
 }
 
 void CandidateSearch::from(const Run& run, DeviceAddr begin) {
@@ -203,60 +252,88 @@ void CandidateSearch::upto(const Run& run, DeviceAddr end) {
 
 void CandidateSearch::evaluate(const Run& run, DeviceAddr at) {
   if (at < run.begin || at + size_ > run.end) return;
+  const DeviceAddr begin = page_down(at), end = page_up(at + size_);
+  const auto stretch_at = [&](DeviceAddr page) {
+    const auto above = std::upper_bound(
+        stretches_.begin(), stretches_.end(), page,
+        [](DeviceAddr a, const Stretch& s) { return a < s.begin; });
+    return static_cast<std::size_t>(above - stretches_.begin()) - 1;
+  };
+  const std::size_t first = stretch_at(begin), last = stretch_at(end - kPage);
+  const bool twice = std::any_of(twins_.begin(), twins_.end(), [&](const Twin& twin) {
+    return first <= twin.first && twin.second <= last;
+  });
+  const std::optional<Sums> sums =
+      twice ? sums_by_page(run, begin, end) : sums_of(first, last, begin, end);
+  if (!sums) return;
+  const double maps = std::max(std::ceil(static_cast<double>(sums->missing) / handle_pages_),
+                               static_cast<double>(sums->gaps));
+  const double cost = maps * kMapCost + sums->stale * kRepointCost + sums->switches * kSwitchCost;
+  const double waste = (static_cast<double>(sums->pinned) * static_cast<double>(kPage.n) -
+                        static_cast<double>(size_.n)) /
+                       static_cast<double>(1u << 20);
+  found_.push_back({waste + price_ * cost, sums->pinned,
+                    run.open ? Bytes{~0ull} : run.end - run.begin, at, run.end,
+                    run.first->region});
+}
+
+// Of the pages [begin, end), which lie on the stretches first to last; nothing when a mapping that is
+// in use is in the way.
+std::optional<CandidateSearch::Sums> CandidateSearch::sums_of(std::size_t first, std::size_t last,
+                                                              DeviceAddr begin,
+                                                              DeviceAddr end) const {
+  const Stretch& low = stretches_[first];
+  const Stretch& high = stretches_[last];
+  const Sums& upto = last + 1 < stretches_.size() ? stretches_[last + 1].before : total_;
+  if (upto.blocked != low.before.blocked) return std::nullopt;
+  const auto is_gap = [](const Stretch& s) {
+    return s.ground == Ground::kEmpty || s.ground == Ground::kStale;
+  };
+  // What of the two outer gaps lies outside.
+  std::uint64_t outside = 0;
+  if (is_gap(low)) outside += (begin - low.begin).n / kPage.n;
+  if (is_gap(high)) outside += (high.end - end).n / kPage.n;
+  const bool low_began_before =
+      is_gap(low) && first > 0 && is_gap(stretches_[first - 1]);
+  Sums sums;
+  sums.missing = upto.missing - low.before.missing - outside;
+  sums.pinned = upto.pinned - low.before.pinned - outside;
+  sums.gaps = upto.gaps - low.before.gaps + (low_began_before ? 1 : 0);
+  sums.stale = upto.stale - low.before.stale;
+  sums.switches = upto.switches - low.before.switches;
+  return sums;
+}
+
+// The same where a handle stands twice: it can serve only once.
+std::optional<CandidateSearch::Sums> CandidateSearch::sums_by_page(const Run& run, DeviceAddr begin,
+                                                                   DeviceAddr end) {
   const HeapSet& set = heap_->set();
-  Region* region = run.first->region;
+  const Region* region = run.first->region;
   const std::uint64_t search = handles_->next_serial();
-  std::uint64_t missing = 0, pinned = 0;
-  int gaps = 0, stale = 0, switches = 0;
+  Sums sums;
   bool in_gap = false;
-  const DeviceAddr end = page_up(at + size_);
-  for (DeviceAddr page = page_down(at); page < end;) {
+  for (DeviceAddr page = begin; page < end;) {
     const Mapping* m = page < region->mapped_end ? region->mapping_at(page) : nullptr;
-    if (m == nullptr) {
-      if (page >= region->mapped_end) {  // all the rest is missing
-        const std::uint64_t rest = (end - page).n / kPage.n;
-        gaps += in_gap ? 0 : 1;
-        missing += rest;
-        pinned += rest;
-        break;
-      }
-      gaps += in_gap ? 0 : 1;
-      in_gap = true;
-      ++missing;
-      ++pinned;
-      page = page + kPage;
-      continue;
-    }
-    Handle* handle = m->handle;
-    if (m->is_home()) {
+    const DeviceAddr next = m == nullptr ? page + kPage : m->end();
+    const bool ready = m != nullptr && m->is_home();
+    if (ready || (m != nullptr && m->handle->mark != search && can_switch(*m, set))) {
       in_gap = false;
-      if (m->uses == 0) pinned += handle->pages;
-      handle->mark = search;
-    } else if (can_switch(*m, set) && handle->mark != search) {
-      in_gap = false;
-      ++switches;
-      pinned += handle->pages;
-      handle->mark = search;
+      if (!ready) ++sums.switches;
+      if (m->uses == 0) sums.pinned += m->handle->pages;
+      m->handle->mark = search;
     } else {
       // Another mapping has to come here, which this address allows only when it is not in use.
-      if (!m->last_use.complete()) return;
-      gaps += in_gap ? 0 : 1;
+      if (m != nullptr && !m->last_use.complete()) return std::nullopt;
+      if (m != nullptr) ++sums.stale;
+      if (!in_gap) ++sums.gaps;
       in_gap = true;
-      ++stale;
-      const std::uint64_t covered = (std::min(m->end(), end) - page).n / kPage.n;
-      missing += covered;
-      pinned += covered;
+      const std::uint64_t covered = (std::min(next, end) - page).n / kPage.n;
+      sums.missing += covered;
+      sums.pinned += covered;
     }
-    page = m->end();
+    page = next;
   }
-  const double maps =
-      std::max(std::ceil(static_cast<double>(missing) / handle_pages_), static_cast<double>(gaps));
-  const double cost = maps * kMapCost + stale * kRepointCost + switches * kSwitchCost;
-  const double waste =
-      (static_cast<double>(pinned) * static_cast<double>(kPage.n) - static_cast<double>(size_.n)) /
-      static_cast<double>(1u << 20);
-  found_.push_back({waste + price_ * cost, pinned, run.open ? Bytes{~0ull} : run.end - run.begin,
-                    at, run.end, region});
+  return sums;
 }
 
 }  // namespace gpumemx

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "core/heap.hpp"
@@ -40,11 +41,14 @@ struct Candidate {
 // Places for a block of `size` in free runs of `heap`, cheapest first: the smallest runs that fit and
 // the open end; in each of them both ends, the ends of what is ready and the begins of dormant
 // aliases, each also rounded to pages.
+//
+// There are hundreds of places and a block can lie on hundreds of pages, so a run is read once, into
+// stretches with running sums, and the price of a place is the difference of two of them.
 class CandidateSearch {
  public:
-  // REQUIRES: heap.open_end(size) was true.
-  const std::vector<Candidate>& find(const Heap& heap, Bytes size, const Policy& policy,
-                                     HandlePool& handles);
+  // The cheapest `most` places in order. REQUIRES: heap.open_end(size) was true.
+  std::span<const Candidate> find(const Heap& heap, Bytes size, const Policy& policy,
+                                  HandlePool& handles, std::size_t most);
 
  private:
   struct Run {
@@ -52,11 +56,40 @@ class CandidateSearch {
     DeviceAddr begin, end;
     bool open;
   };
+  enum class Ground : std::uint8_t {
+    kEmpty,    // nothing is mapped
+    kHome,     // ready memory
+    kSwitch,   // a dormant alias that can be used again
+    kStale,    // a mapping that has to go first
+    kBlocked,  // one that can't go yet
+  };
+  // What holds for all that lies before a stretch of a run.
+  struct Sums {
+    std::uint64_t missing = 0;  // pages without usable memory
+    std::uint64_t pinned = 0;   // pages of the handles that a block there would make busy
+    std::uint32_t gaps = 0;     // begins of stretches of missing pages
+    std::uint32_t stale = 0, switches = 0, blocked = 0;
+  };
+  struct Stretch {
+    DeviceAddr begin, end;
+    Ground ground;
+    std::uint32_t handle_pages;
+    Sums before;
+  };
+  struct Twin {  // a handle that stands in the run twice, so that sums count it twice
+    std::size_t first, second;
+  };
+
   void collect_runs();
   void search_run(const Run& run);
+  void read_run(const Run& run);
+  void add_stretch(DeviceAddr begin, DeviceAddr end, Ground ground, std::uint32_t handle_pages);
   void from(const Run& run, DeviceAddr begin);  // a block that begins here, or at the next page
   void upto(const Run& run, DeviceAddr end);    // that ends here, or at the page before
   void evaluate(const Run& run, DeviceAddr at);
+  std::optional<Sums> sums_of(std::size_t first, std::size_t last, DeviceAddr begin,
+                              DeviceAddr end) const;
+  std::optional<Sums> sums_by_page(const Run& run, DeviceAddr begin, DeviceAddr end);
 
   const Heap* heap_ = nullptr;
   Bytes size_;
@@ -65,6 +98,9 @@ class CandidateSearch {
   double handle_pages_ = 1;
   double price_ = 0;
   std::vector<Run> runs_;
+  std::vector<Stretch> stretches_;  // of the run that is looked at, by address
+  Sums total_;                      // of all of them
+  std::vector<Twin> twins_;
   std::vector<Candidate> found_;
 };
 

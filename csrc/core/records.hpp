@@ -99,6 +99,7 @@ struct Handle {
   Handle* idle_next = nullptr;
   std::uint64_t idle_since = 0;  // serial number; orders idle lists
   std::uint64_t mark = 0;        // the search or plan that has looked at this handle
+  std::uint32_t mark_place = 0;  // where the search saw it first
   std::uint32_t id = 0;
   bool pinned = false;  // in a private pool or a plain segment: never moved while that lives
   bool small = false;   // counts as small in torch's statistics

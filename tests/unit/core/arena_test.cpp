@@ -194,14 +194,14 @@ TEST_F(ArenaTest, KeepsMappingsByPageAndLowersMappedEnd) {
   Mapping m;
   const DeviceAddr page = r->range.begin + kSlot + 4_MiB;
   EXPECT_EQ(r->mapping_at(page), nullptr);
-  r->table(page).set_mapping(page, &m);
+  r->set_mapping({page, kPage}, &m);
   EXPECT_EQ(r->mapping_at(page), &m);
   EXPECT_EQ(r->mapping_at(page + kPage - 1_B), &m);
   EXPECT_EQ(r->mapping_at(page + kPage), nullptr);
   r->mapped_end = page + 10_MiB;
   r->tighten_mapped_end(r->range.begin);
   EXPECT_EQ(r->mapped_end, page + kPage);
-  r->table(page).set_mapping(page, nullptr);
+  r->set_mapping({page, kPage}, nullptr);
   r->tighten_mapped_end(r->range.begin + kSlot);  // the floor
   EXPECT_EQ(r->mapped_end, r->range.begin + kSlot);
 }

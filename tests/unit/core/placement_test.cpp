@@ -176,7 +176,7 @@ class SearchTest : public PlacementTest {
  protected:
   const std::vector<Candidate>& find(Heap& h, Bytes size) {
     EXPECT_TRUE(h.open_end(size));
-    return search_.find(h, size, policy_, books_.handles);
+    return search_.find(h, size, policy_, books_.handles, SIZE_MAX);
   }
   const Candidate* at(const std::vector<Candidate>& all, DeviceAddr where) {
     for (const Candidate& c : all) {
@@ -243,7 +243,7 @@ TEST_F(SearchTest, AnAliasOfBusyMemoryHasToBeUnmappedFirst) {
   handle->aliases->next_alias->last_use = {&line_, 1};
   ASSERT_FALSE(handle->aliases->next_alias->is_home());
   EXPECT_EQ(at(find(h, 64_MiB), at_hole), nullptr);
-  EXPECT_FALSE(search_.find(h, 64_MiB, policy_, books_.handles).empty());
+  EXPECT_FALSE(search_.find(h, 64_MiB, policy_, books_.handles, SIZE_MAX).empty());
 }
 
 TEST_F(SearchTest, WhatIsReadyAtTheEdgeOfARunIsExtended) {
@@ -294,7 +294,7 @@ TEST_F(SearchTest, LooksAtTheSmallestRunsThatFit) {
   EXPECT_EQ(at(found, holes[0]), nullptr);
   options_.miss_runs = 0;  // the open end is always looked at
   ASSERT_FALSE(find(h, 6_MiB).empty());
-  for (const Candidate& c : search_.find(h, 6_MiB, policy_, books_.handles)) {
+  for (const Candidate& c : search_.find(h, 6_MiB, policy_, books_.handles, SIZE_MAX)) {
     EXPECT_EQ(c.run.n, ~0ull);
   }
 }
