@@ -109,7 +109,7 @@ bool MissPlanner::fill_gap(std::uint64_t gap, std::uint64_t room, Piece& piece) 
     reserved_ += kPage * wanted;
     return true;
   }
-  if (Handle* handle = harvest(gap, room); handle != nullptr) {
+  if (Handle* handle = harvest(gap, room, /*any_overhang=*/false); handle != nullptr) {
     handle->mark = mark_;
     piece.handle = handle;
     piece.pages = handle->pages;
@@ -128,6 +128,13 @@ bool MissPlanner::fill_gap(std::uint64_t gap, std::uint64_t room, Piece& piece) 
   piece.pages = cut;
   if (!fits(cut, policy_->budget())) {
     if (!may_exceed_budget_) return false;
+    // Rather an idle handle that is far too large than more memory.
+    if (Handle* handle = harvest(gap, room, /*any_overhang=*/true); handle != nullptr) {
+      handle->mark = mark_;
+      piece.handle = handle;
+      piece.pages = handle->pages;
+      return true;
+    }
     if (!fits(cut, capacity)) {
       if (!fits(1, capacity)) return false;
       piece.pages = Policy::pages(round_down(capacity - reserved_, kPage));
@@ -137,13 +144,14 @@ bool MissPlanner::fill_gap(std::uint64_t gap, std::uint64_t room, Piece& piece) 
   return true;
 }
 
-Handle* MissPlanner::harvest(std::uint64_t gap, std::uint64_t room) {
-  const std::uint64_t preferred = policy_->handle_pages(kind_, 1ull << 20, size_);
-  if (fills_pages(kind_)) {
+Handle* MissPlanner::harvest(std::uint64_t gap, std::uint64_t room, bool any_overhang) {
+  if (any_overhang) {
+    // As far as there are free addresses.
+  } else if (fills_pages(kind_)) {
     room = std::min(room, gap + Policy::pages(policy_->options.overhang));
   } else {
     // Larger handles would be pinned by a small part of this heap's short-lived blocks.
-    room = std::min(room, preferred);
+    room = std::min<std::uint64_t>(room, policy_->handle_pages(kind_, 1ull << 20, size_));
   }
   for (const bool others : {false, true}) {
     for (std::uint64_t pages = std::min<std::uint64_t>({gap, room, kMaxHandlePages}); pages > 0;

@@ -51,7 +51,7 @@ class MissPlanner {
  private:
   // Sizes in pages: of the gap, and of the room from its begin when it may go on beyond the block.
   bool fill_gap(std::uint64_t gap, std::uint64_t room, Piece& piece);
-  Handle* harvest(std::uint64_t gap, std::uint64_t room);
+  Handle* harvest(std::uint64_t gap, std::uint64_t room, bool any_overhang);
   Handle* idle_of_size(std::uint32_t pages, bool others);
   Handle* recut_victim();
   Handle* longest_idle(const IdleList& list, std::uint32_t pages);

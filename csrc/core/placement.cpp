@@ -82,7 +82,11 @@ std::span<const Candidate> CandidateSearch::find(const Heap& heap, Bytes size, c
   price_ = policy.price(heap.kind());
   found_.clear();
   collect_runs();
-  for (const Run& run : runs_) search_run(run);
+  is_good_ = false;
+  for (const Run& run : runs_) {
+    search_run(run);
+    if (is_good_) break;
+  }
   most = std::min(most, found_.size());
   std::partial_sort(found_.begin(), found_.begin() + static_cast<std::ptrdiff_t>(most), found_.end(),
                     [](const Candidate& a, const Candidate& b) {
@@ -138,11 +142,10 @@ void CandidateSearch::collect_runs() {
     const Bytes x = a.end - a.begin, y = b.end - b.begin;
     return x != y ? x < y : a.begin < b.begin;
   };
-  if (runs_.size() > limit) {
-    std::nth_element(runs_.begin(), runs_.begin() + static_cast<std::ptrdiff_t>(limit), runs_.end(),
-                     by_size);
-    runs_.resize(limit);
-  }
+  const std::size_t kept = std::min(runs_.size(), limit);
+  std::partial_sort(runs_.begin(), runs_.begin() + static_cast<std::ptrdiff_t>(kept), runs_.end(),
+                    by_size);
+  runs_.resize(kept);
   if (open) runs_.push_back(*open);
 }
 
@@ -272,6 +275,8 @@ void CandidateSearch::evaluate(const Run& run, DeviceAddr at) {
   const double waste = (static_cast<double>(sums->pinned) * static_cast<double>(kPage.n) -
                         static_cast<double>(size_.n)) /
                        static_cast<double>(1u << 20);
+  const double little = static_cast<double>(policy_->switch_waste().n) / (1u << 20);
+  if (sums->missing == 0 && waste <= little) is_good_ = true;
   found_.push_back({waste + price_ * cost, sums->pinned,
                     run.open ? Bytes{~0ull} : run.end - run.begin, at, run.end,
                     run.first->region});

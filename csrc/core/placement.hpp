@@ -42,6 +42,9 @@ struct Candidate {
 // the open end; in each of them both ends, the ends of what is ready and the begins of dormant
 // aliases, each also rounded to pages.
 //
+// A place that needs no driver call and wastes little is as good as a hit: the first such place, in
+// the smallest run that has one, ends the search.
+//
 // There are hundreds of places and a block can lie on hundreds of pages, so a run is read once, into
 // stretches with running sums, and the price of a place is the difference of two of them.
 class CandidateSearch {
@@ -97,6 +100,7 @@ class CandidateSearch {
   HandlePool* handles_ = nullptr;
   double handle_pages_ = 1;
   double price_ = 0;
+  bool is_good_ = false;  // a place as good as a hit was found
   std::vector<Run> runs_;
   std::vector<Stretch> stretches_;  // of the run that is looked at, by address
   Sums total_;                      // of all of them

@@ -42,6 +42,9 @@ struct Policy {
     return tight() ? std::min(options.hit_waste, options.tight_hit_waste) : options.hit_waste;
   }
 
+  // A place that only dormant aliases make ready may waste half of that before others are looked at.
+  Bytes switch_waste() const { return {hit_waste().n / 2}; }
+
   // Pages of the handle to create for a gap of `gap` pages under a block of `block` bytes.
   std::uint32_t handle_pages(HeapKind kind, std::uint64_t gap, Bytes block) const {
     if (is_small(kind)) return pages(options.small_handle);
