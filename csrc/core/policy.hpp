@@ -43,7 +43,7 @@ struct Policy {
   }
 
   // A place that only dormant aliases make ready may waste half of that before others are looked at.
-  Bytes switch_waste() const { return {hit_waste().n / 2}; }
+  Bytes switch_waste() const { return tight() ? Bytes{} : Bytes{hit_waste().n / 2}; }
 
   // Pages of the handle to create for a gap of `gap` pages under a block of `block` bytes.
   std::uint32_t handle_pages(HeapKind kind, std::uint64_t gap, Bytes block) const {
