@@ -38,6 +38,11 @@ struct Options {
   Bytes overhang{8u << 20};  // how far a used handle may stand out over the gap it fills
   int max_aliases = 8;       // addresses at which one handle stays mapped, 1 or more
   double slack = 0;          // growth up to peak live x (1 + slack) goes before harvest
+  // Small programs are bound by the host and far from any limit, so driver calls cost them most and
+  // memory least: this share of the peak of live memory may be reserved on top. Fades out for programs
+  // with more than 4 GiB; from cushion_until on there is none.
+  double cushion = 0.15;
+  Bytes cushion_until{6ull << 30};
   bool recut = true;         // release an idle handle to create the missing piece
 
   // --- near a known capacity

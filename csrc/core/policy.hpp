@@ -27,19 +27,32 @@ struct Policy {
   bool tight() const {
     return static_cast<double>(reserved.n) >= options.tight_from * static_cast<double>(capacity.n);
   }
-  // Growth up to here goes before harvest; beyond it, only when nothing else serves.
-  Bytes budget() const {
-    const double grown = static_cast<double>(peak_live.n) * (1 + options.slack);
-    return std::min(capacity, {static_cast<std::uint64_t>(grown)});
+  // What may be reserved beyond the peak of live memory to spare the driver.
+  Bytes spare() const {
+    const auto share = [&](double s) {
+      return Bytes{static_cast<std::uint64_t>(static_cast<double>(peak_live.n) * s)};
+    };
+    Bytes bytes = share(options.slack);
+    if (!tight() && peak_live < options.cushion_until) {
+      constexpr std::uint64_t kFade = 4;
+      bytes += std::min(share(options.cushion), {(options.cushion_until - peak_live).n / kFade});
+    }
+    return bytes;
   }
+  // Growth up to here goes before harvest; beyond it, only when nothing else serves.
+  Bytes budget() const { return std::min(capacity, peak_live + spare()); }
 
   double price(HeapKind kind) const {
     const double price = fills_pages(kind) ? options.price_pages : options.price;
     return tight() ? std::min(price, options.tight_price) : price;
   }
 
+  // What a hit makes idle memory busy would have to be grown again: as far as growth is free, so is
+  // that.
   Bytes hit_waste() const {
-    return tight() ? std::min(options.hit_waste, options.tight_hit_waste) : options.hit_waste;
+    if (tight()) return std::min(options.hit_waste, options.tight_hit_waste);
+    const Bytes left = budget() > reserved ? budget() - reserved : Bytes{};
+    return std::max(options.hit_waste, std::min(left, spare()));
   }
 
   // A place that only dormant aliases make ready may waste half of that before others are looked at.
