@@ -15,7 +15,7 @@ void copy(const StatArray& from, c10::CachingAllocator::StatArray& to) {
     to[i].current = from.part[i].current;
     to[i].peak = from.part[i].peak;
     to[i].allocated = from.part[i].allocated;
-    to[i].freed = from.part[i].freed;
+    to[i].freed = from.part[i].freed();
   }
 }
 

@@ -40,8 +40,11 @@ Block* Heap::add_block(Region* region, DeviceAddr begin, Bytes size, BlockState 
   Block* block = books_.blocks.acquire();
   block->begin = begin;
   block->size = size;
+  block->prev = block->next = nullptr;
+  block->list_prev = block->list_next = nullptr;
   block->heap = this;
   block->region = region;
+  block->held = {};
   block->state = state;
   region->table(begin).set_block(begin, block->id);
   return block;
@@ -174,7 +177,7 @@ Block* Heap::take(Block* ready, DeviceAddr at, Bytes size) {
 
 void Heap::give(Block* block, Stamp stamp) {
   unuse(block, &stamp);
-  block->use = BlockUse{};
+  block->use.reset();
   set_free_state(block, BlockState::kReady);
 }
 

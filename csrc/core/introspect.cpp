@@ -205,7 +205,7 @@ std::optional<std::string> DeviceAllocator::validate() const {
     for (const Stat& stat : a->part) {
       if (stat.current < 0 || stat.current > stat.peak)
         return "a figure is negative or above its peak";
-      if (stat.allocated - stat.freed > stat.peak) return "allocated - freed is above the peak";
+      if (stat.allocated - stat.freed() > stat.peak) return "allocated - freed is above the peak";
     }
   }
   return std::nullopt;

@@ -15,42 +15,71 @@ namespace {
 DeviceAddr page_up(DeviceAddr a) { return {round_up({a.n}, kPage).n}; }
 DeviceAddr page_down(DeviceAddr a) { return {round_down({a.n}, kPage).n}; }
 
-// Bytes of handles that a block at [at, at + size) of a ready block would newly make busy.
-Bytes newly_busy(const Block& ready, DeviceAddr at, Bytes size) {
-  const Mapping* low = ready.region->mapping_at(at);
-  const Mapping* high = ready.region->mapping_at(at + size - kGranule);
-  const DeviceAddr begin = low->uses != 0 ? low->end() : low->begin;
-  const DeviceAddr end = high->uses != 0 ? high->begin : high->end();
-  return begin < end ? end - begin : Bytes{};
-}
+// What a block in a ready block would newly make busy.
+class ReadyEnds {
+ public:
+  explicit ReadyEnds(const Block& ready)
+      : region_(*ready.region),
+        low_(region_.mapping_at(ready.begin)),
+        high_(region_.mapping_at(ready.end() - kGranule)) {}
+
+  // All of the ready block is on one handle: it makes no difference where a block stands in it.
+  bool one_handle() const { return low_ == high_; }
+
+  // Bytes of the handles under [at, at + size) that are idle.
+  Bytes newly_busy(DeviceAddr at, Bytes size) const {
+    const Mapping* low = mapping_at(at);
+    const Mapping* high = mapping_at(at + size - kGranule);
+    const DeviceAddr begin = low->uses != 0 ? low->end() : low->begin;
+    const DeviceAddr end = high->uses != 0 ? high->begin : high->end();
+    return begin < end ? end - begin : Bytes{};
+  }
+
+ private:
+  const Mapping* mapping_at(DeviceAddr a) const {
+    if (a < low_->end()) return low_;
+    return a < high_->begin ? region_.mapping_at(a) : high_;
+  }
+
+  const Region& region_;
+  const Mapping* low_;
+  const Mapping* high_;
+};
 
 }  // namespace
 
 std::optional<Hit> find_hit(const Heap& heap, Bytes size, int scan) {
   std::optional<Hit> best;
   Bytes best_block;
+  const std::int64_t nothing_new = -static_cast<std::int64_t>(size.n);
   const auto look = [&](Block* block) {
+    if (block->held == block->size) {  // it is on busy handles only
+      best = Hit{block, block->begin, nothing_new};
+      return;
+    }
+    const ReadyEnds ends(*block);
     const DeviceAddr last = block->end() - size;
     const DeviceAddr rounded_first = page_up(block->begin);
     const DeviceAddr rounded_last =
         page_down(block->end()).n >= size.n ? page_down(block->end()) - size : DeviceAddr{};
     for (const DeviceAddr at : {block->begin, last, rounded_first, rounded_last}) {
       if (at < block->begin || at > last) continue;
-      const std::int64_t waste = static_cast<std::int64_t>(newly_busy(*block, at, size).n) -
-                                 static_cast<std::int64_t>(size.n);
+      const std::int64_t waste =
+          static_cast<std::int64_t>(ends.newly_busy(at, size).n) + nothing_new;
       if (!best || waste < best->waste || (waste == best->waste && block->size < best_block)) {
         best = Hit{block, at, waste};
         best_block = block->size;
       }
+      if (ends.one_handle()) break;
     }
   };
   const FreeIndex& free = heap.free();
   Block* block = free.first_from(bin_of(size));
   for (int n = 0; block != nullptr && n < scan; block = free.after(block), ++n) {
     if (block->size < size) continue;
-    if (block->size == size) return Hit{block, block->begin, -static_cast<std::int64_t>(size.n)};
+    if (block->size == size) return Hit{block, block->begin, nothing_new};
     look(block);
-    if (best->waste == -static_cast<std::int64_t>(size.n)) return best;  // nothing newly busy
+    if (best->waste == nothing_new) return best;  // nothing newly busy
   }
   // All that was seen were blocks of the own bin that are a little too small: any block of a higher
   // bin fits.

@@ -51,6 +51,14 @@ struct BlockUse {
   std::uint64_t tag = 0;                // the caller's; later features hang on it
   std::shared_ptr<const void> context;  // opaque; handed to the history
   std::vector<Timeline*> others;        // streams recorded on it, besides its own
+
+  // To nothing; most blocks carry nothing but numbers.
+  void reset() {
+    requested = {};
+    tag = 0;
+    if (context != nullptr) context.reset();
+    if (!others.empty()) others = {};
+  }
 };
 
 struct Block {
@@ -67,6 +75,10 @@ struct Block {
   BlockState state = BlockState::kVoid;
   BlockUse use;
 
+  void reset() {
+    region = nullptr;  // the rest is written when the record is used again
+    use.reset();
+  }
   DeviceAddr end() const { return begin + size; }
   bool is_free() const { return state == BlockState::kReady || state == BlockState::kVoid; }
 };

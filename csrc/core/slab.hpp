@@ -24,11 +24,16 @@ class Slab {
     return record;
   }
 
-  // Resets the record to T{}, so that nothing it owned outlives it.
+  // Resets the record, so that nothing it owned outlives it: with its own reset() where it has one,
+  // else to T{}.
   void release(T* record) {
-    const std::uint32_t id = record->id;
-    *record = T{};
-    record->id = id;
+    if constexpr (requires { record->reset(); }) {
+      record->reset();
+    } else {
+      const std::uint32_t id = record->id;
+      *record = T{};
+      record->id = id;
+    }
     free_.push_back(record);
   }
 

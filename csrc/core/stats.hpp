@@ -23,17 +23,22 @@ struct Stat {
   std::int64_t current = 0;
   std::int64_t peak = 0;       // highest current since reset_peaks()
   std::int64_t allocated = 0;  // sum of all increases since reset_accumulated()
-  std::int64_t freed = 0;      // sum of all decreases
 
+  // The sum of all decreases since then.
+  std::int64_t freed() const { return allocated - (current - current_at_reset_); }
+  void reset_accumulated() {
+    allocated = 0;
+    current_at_reset_ = current;
+  }
   void add(std::int64_t n) {
     current += n;
     allocated += n;
     if (current > peak) peak = current;
   }
-  void sub(std::int64_t n) {
-    current -= n;
-    freed += n;
-  }
+  void sub(std::int64_t n) { current -= n; }
+
+ private:
+  std::int64_t current_at_reset_ = 0;
 };
 
 // One figure for all blocks, and apart for torch's small (up to 1 MiB) and large ones.
@@ -108,7 +113,7 @@ struct Stats {
   }
   void reset_accumulated() {
     for_each_array([](StatArray& a) {
-      for (Stat& s : a.part) s.allocated = s.freed = 0;
+      for (Stat& s : a.part) s.reset_accumulated();
     });
     num_alloc_retries = num_ooms = num_sync_all_streams = num_device_alloc = num_device_free = 0;
   }

@@ -3,16 +3,28 @@
 
 #include <gtest/gtest.h>
 
+#include <thread>
+#include <vector>
+
 namespace gpumemx {
 namespace {
 
+// Whether the mutex knows its holder rightly; release builds do not keep it.
+bool held([[maybe_unused]] const Mutex& mu, [[maybe_unused]] bool expected) {
+#ifdef NDEBUG
+  return true;
+#else
+  return mu.held_by_caller() == expected;
+#endif
+}
+
 TEST(Mutex, KnowsWhetherTheCallerHoldsIt) {
   Mutex mu;
-  EXPECT_FALSE(mu.held_by_caller());
+  EXPECT_TRUE(held(mu, false));
   mu.lock();
-  EXPECT_TRUE(mu.held_by_caller());
+  EXPECT_TRUE(held(mu, true));
   mu.unlock();
-  EXPECT_FALSE(mu.held_by_caller());
+  EXPECT_TRUE(held(mu, false));
 }
 
 TEST(Mutex, IsNotHeldByAThreadWhileAnotherHoldsIt) {
@@ -20,7 +32,7 @@ TEST(Mutex, IsNotHeldByAThreadWhileAnotherHoldsIt) {
   MutexLock lock(mu);
   bool held_there = true, taken_there = true;
   std::thread([&] {
-    held_there = mu.held_by_caller();
+    held_there = !held(mu, false);
     taken_there = mu.try_lock();
     if (taken_there) mu.unlock();
   }).join();
@@ -31,7 +43,7 @@ TEST(Mutex, IsNotHeldByAThreadWhileAnotherHoldsIt) {
 TEST(Mutex, TryLockTakesAFreeOne) {
   Mutex mu;
   ASSERT_TRUE(mu.try_lock());
-  EXPECT_TRUE(mu.held_by_caller());
+  EXPECT_TRUE(held(mu, true));
   mu.unlock();
 }
 
@@ -41,13 +53,30 @@ TEST(MutexUnlock, LetsGoForAScopeAndTakesItAgain) {
     const MutexLock lock(mu);
     {
       const MutexUnlock open(mu);
-      EXPECT_FALSE(mu.held_by_caller());
+      EXPECT_TRUE(held(mu, false));
       ASSERT_TRUE(mu.try_lock());  // others can have it meanwhile
       mu.unlock();
     }
-    EXPECT_TRUE(mu.held_by_caller());
+    EXPECT_TRUE(held(mu, true));
   }
-  EXPECT_FALSE(mu.held_by_caller());
+  EXPECT_TRUE(held(mu, false));
+}
+
+TEST(Mutex, ThreadsThatWaitAllGetTheirTurn) {
+  Mutex mu;
+  std::int64_t count = 0;  // not atomic: the mutex guards it
+  constexpr int kThreads = 8, kTurns = 20000;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < kTurns; ++i) {
+        const MutexLock lock(mu);
+        ++count;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(count, kThreads * kTurns);
 }
 
 #ifndef NDEBUG

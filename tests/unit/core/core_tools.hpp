@@ -45,7 +45,7 @@ struct Four {
 };
 inline Four four(const StatArray& a, StatArray::Part part = StatArray::kAll) {
   const Stat& s = a.part[part];
-  return {s.current, s.peak, s.allocated, s.freed};
+  return {s.current, s.peak, s.allocated, s.freed()};
 }
 
 // An allocator on a simulated device. At the end of each test the books must be in order, nothing

@@ -102,7 +102,7 @@ TEST_F(HeapTest, HeldBytesAreTheFreeBytesOnHandlesInUse) {
   EXPECT_EQ(held(), 0);
   EXPECT_EQ(books_.stats.inactive_split.all().current, 0);
   EXPECT_EQ(books_.stats.inactive_split_bytes.all().allocated,
-            books_.stats.inactive_split_bytes.all().freed);
+            books_.stats.inactive_split_bytes.all().freed());
   EXPECT_EQ(broken(h), "");
 }
 
@@ -124,7 +124,7 @@ TEST_F(HeapTest, ASegmentIsARunOfPagesThatHaveTheirMemory) {
   set_.idle.push(low);
   h.make_home(low->aliases);
   EXPECT_EQ(segments(), 1);
-  EXPECT_EQ(books_.stats.segment.all().allocated - books_.stats.segment.all().freed, 1);
+  EXPECT_EQ(books_.stats.segment.all().allocated - books_.stats.segment.all().freed(), 1);
   EXPECT_EQ(broken(h), "");
 }
 

@@ -15,7 +15,7 @@ TEST(Stat, KeepsCurrentPeakAndSums) {
   EXPECT_EQ(s.current, 5);
   EXPECT_EQ(s.peak, 12);
   EXPECT_EQ(s.allocated, 14);
-  EXPECT_EQ(s.freed, 9);
+  EXPECT_EQ(s.freed(), 9);
 }
 
 TEST(StatArray, CountsApartWhatIsSmall) {
@@ -27,7 +27,7 @@ TEST(StatArray, CountsApartWhatIsSmall) {
   EXPECT_EQ(a.part[StatArray::kSmall].current, 2);
   EXPECT_EQ(a.part[StatArray::kLarge].current, 100);
   EXPECT_EQ(a.all().peak, 103);
-  EXPECT_EQ(a.all().freed, 1);
+  EXPECT_EQ(a.all().freed(), 1);
 }
 
 TEST(StatArray, ReclassMovesBetweenThePartsAndLeavesAllAlone) {
@@ -78,7 +78,7 @@ TEST(Stats, ResetAccumulatedClearsSumsAndCountersAndKeepsTheRest) {
   s.paths.hits = 8;
   s.reset_accumulated();
   EXPECT_EQ(s.segment.all().allocated, 0);
-  EXPECT_EQ(s.segment.all().freed, 0);
+  EXPECT_EQ(s.segment.all().freed(), 0);
   EXPECT_EQ(s.segment.all().current, 4);
   EXPECT_EQ(s.segment.all().peak, 10);
   EXPECT_EQ(s.num_alloc_retries + s.num_ooms + s.num_device_alloc + s.num_device_free, 0u);
