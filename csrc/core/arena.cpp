@@ -88,12 +88,12 @@ std::uint32_t PageTable::last_block_at_or_before(DeviceAddr at) const {
   return 0;
 }
 
-Region::Region(AddrRange range, Heap* heap, bool plain)
-    : range(range),
-      heap(heap),
-      mapped_end(plain ? range.end() : range.begin),
-      plain(plain),
-      tables(plain ? 1 : range.size.n / kSlot.n),
+Region::Region(AddrRange addresses, Heap* owner, bool is_plain)
+    : range(addresses),
+      heap(owner),
+      mapped_end(is_plain ? range.end() : range.begin),
+      plain(is_plain),
+      tables(is_plain ? 1 : range.size.n / kSlot.n),
       pages(zeroed<Mapping*>((range.size.n + kPage.n - 1) / kPage.n)) {}
 
 PageTable& Region::table(DeviceAddr a) {

@@ -63,7 +63,7 @@ class PageTable {
 };
 
 struct Region {
-  Region(AddrRange range, Heap* heap, bool plain);
+  Region(AddrRange addresses, Heap* owner, bool is_plain);
 
   AddrRange range;
   Heap* heap = nullptr;
