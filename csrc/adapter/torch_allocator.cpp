@@ -296,7 +296,7 @@ bool TorchAllocator::isEnabled() const { return caching_ && !caching_off_by_envi
 void TorchAllocator::emptyCache(c10::MempoolId_t pool) {
   if (pool != c10::MempoolId_t{0, 0}) return;  // there are no private pools
   for (int i = 0; i < devices_.device_count(); ++i) {
-    if (Device* device = devices_.if_open(i)) (void)device->allocator->trim({});
+    if (Device* device = devices_.if_open(i)) devices_.empty_cache(*device);
   }
   if (previous_ != nullptr && previous_->initialized()) previous_->emptyCache(pool);
 }

@@ -272,7 +272,14 @@ void DeviceAllocator::remove_observer(Observer* observer) {
 
 Stats DeviceAllocator::stats() const {
   MutexLock lock(mu_);
-  return books_.stats;
+  Stats now = books_.stats;
+  if (returning_mark_ == 0) return now;
+  books_.handles.for_each([&](const Handle* h) {
+    if (!is_returning(*h)) return;
+    now.returning_bytes += h->size();
+    now.reserved_bytes.sub(h->small, h->size().n);
+  });
+  return now;
 }
 
 void DeviceAllocator::reset_peaks() {

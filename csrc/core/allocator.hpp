@@ -19,6 +19,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -126,9 +127,17 @@ class DeviceAllocator {
 
   TrimReport trim(const TrimRequest& request) GPUMEMX_EXCLUDES(work_mu_, mu_);
 
-  // Work that may be done away from the allocating threads: unmapping surplus aliases, releasing
-  // what a re-cut replaced, taking apart released pools. False when nothing was to be done.
-  bool maintain() GPUMEMX_EXCLUDES(work_mu_, mu_);
+  // Marks what is idle now as on its way back to the device, without a driver call: maintain() may
+  // release it, and whatever a request takes first is not marked any more. For programs that give back
+  // again and again what they need again at once. Returns the bytes that are marked.
+  Bytes give_back_later() GPUMEMX_EXCLUDES(mu_);
+  Bytes returning() const GPUMEMX_EXCLUDES(mu_);
+
+  // Work that may be done away from the allocating threads, one driver call's worth of it: unmapping
+  // surplus aliases, releasing what a re-cut replaced and, when asked to, what give_back_later()
+  // marked. False when nothing was to be done, or an allocating thread wants the driver: those go
+  // first.
+  bool maintain(bool release_returning = false) GPUMEMX_EXCLUDES(work_mu_, mu_);
 
   // Reserved bytes that this process may hold; ~0 for no cap. Memory above a new cap stays.
   void set_cap(Bytes cap) { cap_.store(cap.n); }
@@ -161,6 +170,12 @@ class DeviceAllocator {
 
   // The process is exiting: from now on no driver call is made, and frees are ignored.
   void shut_down() { shut_down_.store(true); }
+
+  const Options& options() const { return options_; }
+
+  // Called, with no lock held, when a request has left something for maintain(). REQUIRES: set before
+  // the first request.
+  void set_maintenance_hook(std::function<void()> hook) { maintenance_hook_ = std::move(hook); }
 
   // True when requests are served with ordinary device allocations, by choice or because virtual
   // memory is missing or has failed.
@@ -258,7 +273,10 @@ class DeviceAllocator {
   void restore(const std::vector<Unmap>& unmaps) GPUMEMX_REQUIRES(work_mu_, mu_);
   bool release(Handle* handle) GPUMEMX_REQUIRES(work_mu_, mu_);
   void drop_complete_aliases() GPUMEMX_REQUIRES(work_mu_, mu_);
-  bool trim_aliases(Handle* handle) GPUMEMX_REQUIRES(work_mu_, mu_);
+  bool retire_doomed() GPUMEMX_REQUIRES(work_mu_, mu_);
+  bool trim_crowded() GPUMEMX_REQUIRES(work_mu_, mu_);
+  bool doom_returning() GPUMEMX_REQUIRES(work_mu_, mu_);
+  bool is_returning(const Handle& handle) const GPUMEMX_REQUIRES(mu_);
   bool release_doomed() GPUMEMX_REQUIRES(work_mu_, mu_);
   bool release_plain(Handle* handle) GPUMEMX_REQUIRES(work_mu_, mu_);
 
@@ -277,12 +295,14 @@ class DeviceAllocator {
 
   DeviceDriver& driver_;
   const Options options_;
+  std::function<void()> maintenance_hook_;
   Bytes device_total_{~0ull};  // set once, by the constructor; ~0 when the device did not say
   std::atomic<std::uint64_t> cap_;
   std::atomic<bool> shut_down_{false};
   std::atomic<bool> plain_mode_{false};
   std::atomic<int> captures_{0};
   std::atomic<std::size_t> pending_count_{0};
+  std::atomic<int> wanting_work_{0};  // allocating threads that wait for work_mu_ or hold it
 
   Mutex work_mu_;
   CandidateSearch search_ GPUMEMX_GUARDED_BY(work_mu_);
@@ -310,6 +330,7 @@ class DeviceAllocator {
   Bytes interval_peak_ GPUMEMX_GUARDED_BY(mu_);
   Bytes device_capacity_ GPUMEMX_GUARDED_BY(mu_){~0ull};  // reserved + free when last asked
   std::uint64_t fence_serial_ GPUMEMX_GUARDED_BY(mu_) = 0;
+  std::uint64_t returning_mark_ GPUMEMX_GUARDED_BY(mu_) = 0;  // idle since before: on its way back
   std::vector<Observer*> observers_ GPUMEMX_GUARDED_BY(mu_);
 };
 

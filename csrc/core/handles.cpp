@@ -80,25 +80,6 @@ bool DeviceAllocator::release_plain(Handle* handle) {
   return true;
 }
 
-// Drops dormant aliases beyond Options::max_aliases, as far as their work is done.
-bool DeviceAllocator::trim_aliases(Handle* handle) {
-  std::vector<Unmap> unmaps;
-  while (handle->alias_count > static_cast<std::uint32_t>(options_.max_aliases)) {
-    Mapping* oldest = oldest_droppable(*handle);
-    if (oldest == nullptr) break;
-    drop_alias(oldest, unmaps);
-  }
-  if (unmaps.empty()) return false;
-  const std::size_t dropped = unmaps.size();
-  {
-    const MutexUnlock driver_only(mu_);
-    (void)unmap_all(unmaps);
-  }
-  books_.stats.paths.aliases_dropped += dropped - unmaps.size();
-  restore(unmaps);
-  return true;
-}
-
 // The driver holds only so many mappings: all dormant aliases go whose work is done.
 void DeviceAllocator::drop_complete_aliases() {
   std::vector<Handle*> movable;
@@ -125,19 +106,79 @@ bool DeviceAllocator::release_doomed() {
   return !doomed.empty();
 }
 
-bool DeviceAllocator::maintain() {
-  if (shut_down_) return false;
-  const MutexLock work(work_mu_);
-  if (doomed_.empty() && crowded_.empty()) return false;
+// One driver call at a time: the driver's own lock is unfair, so an allocating thread that finds this
+// one inside must not find it there again (docs/design.md, "Background work").
+bool DeviceAllocator::maintain(bool release_returning) {
+  if (shut_down_ || wanting_work_.load() > 0 || !work_mu_.try_lock()) return false;
   const RelaxedCapture relaxed(driver_);
-  const MutexLock lock(mu_);
-  (void)release_doomed();
-  for (const std::uint32_t id : crowded_) {
-    Handle* handle = books_.handles.find(id);  // it may be gone since, or hold less
-    if (handle != nullptr) trim_aliases(handle);
+  const auto step = [&] {
+    const MutexLock lock(mu_);
+    if (retire_doomed() || trim_crowded()) return true;
+    return release_returning && doom_returning() && retire_doomed();
+  };
+  bool any = step();
+  if (!any && release_returning && returning().n > 0) {
+    // What is marked is not known to be complete: nobody has asked yet.
+    close_epochs();
+    any = poll() && step();
   }
-  crowded_.clear();
+  work_mu_.unlock();
+  return any;
+}
+
+// Unmaps one alias of a handle that is to go, or releases it.
+bool DeviceAllocator::retire_doomed() {
+  if (doomed_.empty()) return false;
+  Handle* handle = doomed_.back();
+  if (handle->home != nullptr) Heap::leave_home(handle);
+  if (handle->aliases == nullptr) {
+    doomed_.pop_back();
+    (void)release(handle);
+    return true;
+  }
+  std::vector<Unmap> unmaps;
+  drop_alias(handle->aliases, unmaps);
+  {
+    const MutexUnlock driver_only(mu_);
+    (void)unmap_all(unmaps);
+  }
+  if (unmaps.empty()) {
+    ++books_.stats.paths.aliases_dropped;
+  } else {
+    restore(unmaps);
+    std::erase(doomed_, handle);
+    handle->pinned = false;
+    books_.handles.loose().push(handle);
+  }
   return true;
+}
+
+// Unmaps one alias beyond Options::max_aliases.
+bool DeviceAllocator::trim_crowded() {
+  while (!crowded_.empty()) {
+    Handle* handle = books_.handles.find(crowded_.back());  // it may be gone since, or hold less
+    const bool crowded = handle != nullptr &&
+                         handle->alias_count > static_cast<std::uint32_t>(options_.max_aliases);
+    Mapping* oldest = crowded ? oldest_droppable(*handle) : nullptr;
+    if (oldest == nullptr) {
+      crowded_.pop_back();
+      continue;
+    }
+    std::vector<Unmap> unmaps;
+    drop_alias(oldest, unmaps);
+    {
+      const MutexUnlock driver_only(mu_);
+      (void)unmap_all(unmaps);
+    }
+    if (unmaps.empty()) {
+      ++books_.stats.paths.aliases_dropped;
+    } else {
+      restore(unmaps);
+      crowded_.pop_back();
+    }
+    return true;
+  }
+  return false;
 }
 
 }  // namespace gpumemx

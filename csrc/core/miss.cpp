@@ -22,6 +22,18 @@ constexpr int kVmFailuresUntilPlain = 6;
 // Failed plans for one request before it is served in plain mode.
 constexpr int kPlanFailures = 3;
 
+// Tells maintain() to keep out of the way.
+class WantsWork {
+ public:
+  explicit WantsWork(std::atomic<int>& count) : count_(count) { count_.fetch_add(1); }
+  ~WantsWork() { count_.fetch_sub(1); }
+  WantsWork(const WantsWork&) = delete;
+  WantsWork& operator=(const WantsWork&) = delete;
+
+ private:
+  std::atomic<int>& count_;
+};
+
 Error out_of_addresses(Bytes size) {
   return {Errc::kOutOfAddressSpace, size, "the device's address space is used up"};
 }
@@ -35,16 +47,24 @@ AllocResult DeviceAllocator::allocate_slow(const AllocRequest& request, Bytes si
   std::optional<Error> error;
   do {
     close_epochs();
-    MutexLock work(work_mu_);
-    poll();
-    (void)refresh_capacity(/*only_if_tight=*/true);
-    const MutexLock lock(mu_);
-    dissolve_released_pools();
-    HeapSet& set = heap_set(request.stream, request.pool);
-    dissolve_settled_streams(set);
-    Served served = serve(set, size, request.size);
-    if (served.block != nullptr) return hand_out(served.block, request);
-    error = std::move(served.error);
+    std::optional<AllocResult> result;
+    bool leaves_work = false;
+    {
+      const WantsWork wants(wanting_work_);
+      const MutexLock work(work_mu_);
+      poll();
+      (void)refresh_capacity(/*only_if_tight=*/true);
+      const MutexLock lock(mu_);
+      dissolve_released_pools();
+      HeapSet& set = heap_set(request.stream, request.pool);
+      dissolve_settled_streams(set);
+      Served served = serve(set, size, request.size);
+      if (served.block != nullptr) result = hand_out(served.block, request);
+      error = std::move(served.error);
+      leaves_work = !doomed_.empty() || !crowded_.empty();
+    }
+    if (leaves_work && maintenance_hook_) maintenance_hook_();
+    if (result) return std::move(*result);
   } while (make_room(request, attempt, asked));
   return fail(request, size, error);
 }

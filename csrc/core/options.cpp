@@ -30,6 +30,7 @@ std::optional<std::string> Options::validate() const {
   if (max_aliases < 1) return "max_aliases must be 1 or more";
   if (price < 0 || price_pages < 0 || tight_price < 0) return "prices must not be negative";
   if (slack < 0 || slack > 1) return "slack must be from 0 to 1";
+  if (cushion < 0 || cushion > 1) return "cushion must be from 0 to 1";
   if (tight_from <= 0 || tight_from > 1) return "tight_from must be above 0 and at most 1";
   if (fence_frees < 1 || max_fences < 1) return "fence_frees and max_fences must be 1 or more";
   return std::nullopt;

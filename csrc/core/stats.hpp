@@ -4,7 +4,7 @@
 // way of serving a request was taken. Equations that hold whenever the allocator's lock is free:
 //
 //   active_bytes   = allocated_bytes + blocks that recorded streams still use
-//   reserved_bytes = active_bytes + inactive_split_bytes + idle handles (can be given back)
+//   reserved_bytes + returning_bytes = active_bytes + inactive_split_bytes + idle handles
 //   small + large  = all, for every figure
 //
 // allocated and requested differ only by rounding to 512 B. inactive_split is what is cached but
@@ -97,6 +97,7 @@ struct Stats {
 
   PathCounts paths;
   std::uint64_t dormant_aliases = 0;
+  Bytes returning_bytes;  // on their way back to the device; not in reserved_bytes any more
 
   // Calls visit(stat_array) for each of the arrays.
   template <class Visit>

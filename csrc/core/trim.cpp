@@ -2,11 +2,26 @@
 //
 // Giving memory back to the device: all that is idle, one released pool's, or down to a target.
 #include <algorithm>
+#include <bit>
 
 #include "core/allocator.hpp"
 #include "core/planted.hpp"
 
 namespace gpumemx {
+
+namespace {
+
+// Nothing that is queued uses the memory, at whichever address.
+bool can_be_released(const Handle& handle) {
+  if (planted(Fault::kReleaseEarly)) return true;
+  if (!handle.last_use.complete()) return false;
+  for (const Mapping* m = handle.aliases; m != nullptr; m = m->next_alias) {
+    if (!m->last_use.complete()) return false;
+  }
+  return true;
+}
+
+}  // namespace
 
 TrimReport DeviceAllocator::trim(const TrimRequest& request) {
   TrimReport report;
@@ -71,34 +86,71 @@ void DeviceAllocator::wait_for_idle_memory() {
 // `target`. Returns how much went.
 Bytes DeviceAllocator::release_idle(Bytes target) {
   const Bytes before = reserved();
-  const auto can_go = [](const Handle& h) {
-    if (planted(Fault::kReleaseEarly)) return true;
-    if (!h.last_use.complete()) return false;
-    for (const Mapping* m = h.aliases; m != nullptr; m = m->next_alias) {
-      if (!m->last_use.complete()) return false;
-    }
-    return true;
-  };
   // One list at a time, gathered first: the books are open while the driver works.
   std::vector<IdleList*> lists{&books_.handles.loose()};
   for (HeapSet* set : default_sets_) lists.push_back(&set->idle);
   for (IdleList* list : lists) {
     std::vector<Handle*> idle;
     list->for_each([&](Handle* h) {
-      if (can_go(*h)) idle.push_back(h);
+      if (can_be_released(*h)) idle.push_back(h);
     });
     std::sort(idle.begin(), idle.end(),
               [](const Handle* a, const Handle* b) { return a->idle_since < b->idle_since; });
     for (Handle* h : idle) {
       if (reserved() <= target) break;
       // A hit may have taken it while the books were open.
-      if (h->idle_list != list || !can_go(*h)) continue;
+      if (h->idle_list != list || !can_be_released(*h)) continue;
       list->remove(h);
       if (!release(h)) break;
     }
   }
   if (captures_.load() == 0) (void)release_idle_plain(target);
   return before - std::min(before, reserved());
+}
+
+bool DeviceAllocator::is_returning(const Handle& handle) const {
+  return handle.idle_list != nullptr && handle.idle_since <= returning_mark_;
+}
+
+Bytes DeviceAllocator::give_back_later() {
+  if (shut_down_) return {};
+  MutexLock lock(mu_);
+  returning_mark_ = books_.handles.next_serial();
+  Bytes marked = books_.handles.loose().bytes();
+  for (const HeapSet* set : default_sets_) marked += set->idle.bytes();
+  return marked;
+}
+
+Bytes DeviceAllocator::returning() const {
+  MutexLock lock(mu_);
+  Bytes bytes;
+  if (returning_mark_ == 0) return bytes;
+  books_.handles.for_each([&](const Handle* h) {
+    if (is_returning(*h)) bytes += h->size();
+  });
+  return bytes;
+}
+
+// Takes the marked handle that is idle longest out of circulation. False when none is left whose work
+// is done.
+bool DeviceAllocator::doom_returning() {
+  if (returning_mark_ == 0) return false;
+  Handle* oldest = nullptr;
+  const auto look = [&](const IdleList& list) {
+    // Handles of one size are in the order of their idleness.
+    for (std::uint64_t sizes = list.sizes(); sizes != 0; sizes &= sizes - 1) {
+      Handle* h = list.front(static_cast<std::uint32_t>(std::countr_zero(sizes)));
+      if (!is_returning(*h) || !can_be_released(*h)) continue;
+      if (oldest == nullptr || h->idle_since < oldest->idle_since) oldest = h;
+    }
+  };
+  look(books_.handles.loose());
+  for (const HeapSet* set : default_sets_) look(set->idle);
+  if (oldest == nullptr) return false;
+  oldest->idle_list->remove(oldest);
+  oldest->pinned = true;  // nobody takes it any more
+  doomed_.push_back(oldest);
+  return true;
 }
 
 Bytes DeviceAllocator::release_idle_plain(Bytes target) {

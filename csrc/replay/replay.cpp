@@ -80,7 +80,8 @@ bool Replay::step(std::size_t event) {
   }
   {
     const CallerRoleScope background(CallerRole::kBackground);
-    allocator_.maintain();
+    while (allocator_.maintain()) {
+    }
   }
   waited_us_ = device_.now_us() - time;  // a request that waited moved the clock
   return true;

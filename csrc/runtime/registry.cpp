@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 
 namespace gpumemx {
@@ -12,7 +13,7 @@ DeviceRegistry::DeviceRegistry() {
   // Neither handler takes a lock. Registered when the first allocator is configured, which is after
   // the libraries that it must outlive were loaded, so it runs before their static destructors.
   std::atexit([] { instance().shut_down(); });
-  pthread_atfork(nullptr, nullptr, [] { instance().shut_down(); });
+  pthread_atfork(nullptr, nullptr, [] { instance().be_a_forked_child(); });
 }
 
 DeviceRegistry& DeviceRegistry::instance() {
@@ -58,6 +59,10 @@ Result<Device*> DeviceRegistry::device(int index) {
   if (const auto fraction = fractions_[static_cast<std::size_t>(index)]) {
     apply_fraction(*device, *fraction);
   }
+  if (options_.background) {
+    device->allocator->set_maintenance_hook([this] { background_.wake(); });
+    background_.add(*device->allocator);
+  }
   Device* raw = device.release();
   devices_[static_cast<std::size_t>(index)].store(raw, std::memory_order_release);
   return raw;
@@ -87,11 +92,29 @@ double DeviceRegistry::fraction(int index) const {
   return fractions_[static_cast<std::size_t>(index)].value_or(1.0);
 }
 
+void DeviceRegistry::empty_cache(Device& device) {
+  const auto now = std::chrono::duration_cast<std::chrono::milliseconds>(
+                       std::chrono::steady_clock::now().time_since_epoch())
+                       .count();
+  const bool is_habit = now - device.last_emptied_ms.exchange(now) < 1000;
+  if (is_habit && device.allocator->options().background) {
+    if (device.allocator->give_back_later().n > 0) background_.expect_returning(*device.allocator);
+  } else {
+    (void)device.allocator->trim({});
+  }
+}
+
 void DeviceRegistry::shut_down() {
   shut_down_ = true;
   for (auto& device : devices_) {
     if (Device* d = device.load(std::memory_order_acquire)) d->allocator->shut_down();
   }
+  background_.stop();
+}
+
+void DeviceRegistry::be_a_forked_child() {
+  background_.abandon();
+  shut_down();
 }
 
 }  // namespace gpumemx

@@ -6,7 +6,8 @@
 // The registry is leaked on purpose: tensors die during the interpreter's exit and in static
 // destructors, after everything else. Two ends are handled:
 //
-//   exit   from the moment that exit() runs our handler, no driver call is made; frees are ignored.
+//   exit   from the moment that exit() runs our handler, no driver call is made; frees are ignored; the
+//          background thread is stopped.
 //   fork   CUDA does not work in a forked child, so there everything is shut down at once, before
 //          any lock that another thread of the parent may have held is touched.
 #pragma once
@@ -23,6 +24,7 @@
 #include "driver/counting_driver.hpp"
 #include "driver/device_driver.hpp"
 #include "monitor/scope.hpp"
+#include "runtime/background.hpp"
 
 namespace gpumemx {
 
@@ -32,6 +34,7 @@ struct Device {
   std::unique_ptr<DeviceAllocator> allocator;
   std::unique_ptr<ScopeBoard> scopes;
   Bytes total;  // of the device's memory
+  std::atomic<std::int64_t> last_emptied_ms{-1'000'000};  // of the steady clock
 };
 
 class DeviceRegistry {
@@ -70,16 +73,24 @@ class DeviceRegistry {
   void set_fraction(int index, double fraction) GPUMEMX_EXCLUDES(mu_);
   double fraction(int index) const GPUMEMX_EXCLUDES(mu_);
 
+  // Gives back what is idle. When called again within a second, as programs do that empty the cache in
+  // every step, what the next step needs again at once is only marked: the background thread returns
+  // it to the device when nothing takes it (runtime/background.hpp).
+  void empty_cache(Device& device);
+
   void shut_down();
   bool is_shut_down() const { return shut_down_.load(); }
 
  private:
   DeviceRegistry();
+  void be_a_forked_child();
   static void apply_fraction(Device& device, double fraction);
 
   std::atomic<int> count_{0};
   std::atomic<bool> shut_down_{false};
   std::array<std::atomic<Device*>, kMaxDevices> devices_{};
+
+  Background background_;  // runs when Options::background is set
 
   mutable Mutex mu_;
   Options options_ GPUMEMX_GUARDED_BY(mu_);

@@ -39,11 +39,15 @@ constexpr std::array kRows{
         "How memory is got: pages mapped where they are needed, or ordinary device allocations",
         {"virtual", "plain"}},
     SettingRow{"background", &O::background, kAny,
-               "Whether a thread gives up old mappings, so that requests need not"},
+               "Whether a thread unmaps and releases memory, so that requests need not"},
     SettingRow{
         "slack", &O::slack, kShare,
         "Growth over the peak of live memory, as a share of it, that goes before idle memory is "
         "moved"},
+    SettingRow{"cushion", &O::cushion, kShare,
+               "The same for small programs: memory that spares them driver calls"},
+    SettingRow{"cushion_until", &O::cushion_until, kAny,
+               "Peak of live memory from which on there is no cushion"},
     SettingRow{"max_aliases", &O::max_aliases, kCount,
                "Addresses at which one handle (a piece of device memory) stays mapped"},
     SettingRow{"hit_waste", &O::hit_waste, kAny,

@@ -79,7 +79,13 @@ std::vector<ConfPair> split_conf(std::string_view text) {
   return pairs;
 }
 
-Settings::Settings() : sources_(setting_rows().size(), std::string(kDefaultSource)) {}
+Options Settings::defaults() {
+  Options options;
+  options.background = true;  // there is a thread for it (runtime/background.hpp)
+  return options;
+}
+
+Settings::Settings() : options_(defaults()), sources_(setting_rows().size(), std::string(kDefaultSource)) {}
 
 std::optional<std::string> Settings::apply(std::string_view text, std::string_view source) {
   return assign(split_conf(text), source, "");
@@ -232,7 +238,7 @@ std::vector<Settings::Key> Settings::known_keys() {
   for (const SettingRow& row : setting_rows()) {
     keys.push_back({.name = std::string(row.name),
                     .type = type_name(row),
-                    .fallback = value_text(row, Options{}),
+                    .fallback = value_text(row, defaults()),
                     .accepts = accepted_values(row),
                     .doc = doc(row)});
   }
@@ -257,7 +263,7 @@ std::vector<std::string> Settings::unknown_environment(const std::vector<std::st
     std::string sentence = "environment variable " + name + " means nothing to gpumemx; ";
     if (const auto index = find_setting(key)) {
       sentence += "write GPUMEMX_CONF=" + key + ":" +
-                  value_text(setting_rows()[*index], Options{}) + " (that is its default)";
+                  value_text(setting_rows()[*index], defaults()) + " (that is its default)";
     } else {
       sentence += "the nearest name is " + std::string(nearest_of(name, kEnvironment));
     }

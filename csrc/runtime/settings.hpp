@@ -52,6 +52,8 @@ class Settings {
     std::string note;    // of ours: Key::doc; of torch's: what becomes of it under gpumemx
   };
 
+  // The core's defaults, with a background thread.
+  static Options defaults();
   Settings();
 
   // --- each returns the first mistake in words, or nothing

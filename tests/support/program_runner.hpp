@@ -582,11 +582,15 @@ class ProgramRunner {
     gone_.push_back(streams_[*stream].ref);
   }
 
+  // What the device has given, whether it is on its way back or not.
+  static Bytes held(const Stats& s) {
+    return Bytes{static_cast<std::uint64_t>(s.reserved_bytes.all().current)} + s.returning_bytes;
+  }
+
   void do_trim(const Op& op) {
     TrimRequest request;
     request.wait = op.a % 2 == 0;
-    const Stats before = allocator_->stats();
-    const auto reserved = static_cast<std::uint64_t>(before.reserved_bytes.all().current);
+    const std::uint64_t reserved = held(allocator_->stats()).n;
     if (op.a % 5 == 1) request.target = {reserved / 100 * (op.b % 100)};
     const auto pool = pick_pool(op.c, [](const Pool& p) { return p.released; });
     if (op.a % 5 == 2 && pool) request.pool = pools_[*pool].id;
@@ -595,7 +599,7 @@ class ProgramRunner {
     if ((r.released + r.live + r.held + r.pending + r.pools + r.wanted).n != reserved) {
       fail("the parts of a trim's report are not what was reserved");
     }
-    const auto now = static_cast<std::uint64_t>(allocator_->stats().reserved_bytes.all().current);
+    const std::uint64_t now = held(allocator_->stats()).n;
     if (now + r.released.n != reserved) fail("a trim did not release what it says");
     if (!request.wait || request.pool || request.target.n != 0 || !captures_.empty() ||
         fired != gpu_.faults_fired()) {
@@ -634,7 +638,7 @@ class ProgramRunner {
       case Op::kCompleteAll: return gpu_.complete_all();
       case Op::kAdvance: return gpu_.advance_by(static_cast<std::int64_t>(op.a));
       case Op::kTrim: return do_trim(op);
-      case Op::kMaintain: return maintain();
+      case Op::kMaintain: return maintain(op);
       case Op::kBeginCapture: return do_begin_capture(op);
       case Op::kGraphAlloc: return do_graph_alloc(op);
       case Op::kGraphFree: return do_graph_free(op);
@@ -694,9 +698,15 @@ class ProgramRunner {
     }
   }
 
-  void maintain() {
+  void maintain(const Op& op) {
+    if (op.b % 8 == 0) {
+      const Bytes marked = allocator_->give_back_later();
+      if (allocator_->returning() != marked) fail("not all that was marked is returning");
+    }
     const CallerRoleScope background(CallerRole::kBackground);
-    (void)allocator_->maintain();
+    for (std::uint64_t n = op.a % 8 + 1; n > 0; --n) {
+      if (!allocator_->maintain(/*release_returning=*/op.b % 2 == 0)) break;
+    }
   }
 
   // --- what must hold
@@ -760,8 +770,8 @@ class ProgramRunner {
     const auto bytes = [](const StatArray& a) {
       return Bytes{static_cast<std::uint64_t>(a.all().current)};
     };
-    if (bytes(s.reserved_bytes) != gpu_.reserved_bytes()) {
-      return fail("reserved_bytes is " + std::to_string(bytes(s.reserved_bytes).n) +
+    if (held(s) != gpu_.reserved_bytes()) {
+      return fail("reserved and returning are " + std::to_string(held(s).n) +
                   ", the device says " + std::to_string(gpu_.reserved_bytes().n));
     }
     Bytes pending, pending_requested;
@@ -807,7 +817,7 @@ class ProgramRunner {
       }
       TrimRequest everything;
       const TrimReport r = allocator_->trim(everything);
-      const auto left = allocator_->stats().reserved_bytes.all().current;
+      const auto left = held(allocator_->stats()).n;
       if (left != 0 && !has_lost_events()) {
         fail("trimming left " + std::to_string(left) + " bytes when nothing was live: pending " +
              std::to_string(r.pending.n) + ", pools " + std::to_string(r.pools.n) + ", live " +

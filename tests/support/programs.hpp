@@ -51,7 +51,7 @@ struct Op {
     kCompleteAll,
     kAdvance,  // the clock, by a us
     kTrim,     // a: how
-    kMaintain,
+    kMaintain,  // a: how many calls' worth, b: whether memory is marked as returning first
     kBeginCapture,  // on stream a (of any kind), into pool b (old or new)
     kGraphAlloc,    // a bytes in capture b
     kGraphFree,     // block a of capture b
@@ -164,6 +164,8 @@ class ProgramMaker {
     if (random_.percent(30)) o.overhang = mib(random_.below(17));
     o.max_aliases = static_cast<int>(random_.from(1, 8));
     if (random_.percent(40)) o.slack = static_cast<double>(random_.below(30)) / 100;
+    // With it a small program grows where it would move memory.
+    o.cushion = random_.percent(30) ? static_cast<double>(random_.below(30)) / 100 : 0;
     if (random_.percent(40)) o.tight_from = static_cast<double>(random_.from(40, 100)) / 100;
     if (random_.percent(70)) o.fence_frees = static_cast<std::uint32_t>(random_.from(1, 64));
     if (random_.percent(70)) o.fence_bytes = mib(random_.from(1, 64));
@@ -267,9 +269,9 @@ class ProgramMaker {
       case 9: return {Op::kAdvance, random_.below(1500)};
       case 10:
         if (random_.percent(25)) return {Op::kTrim, r(), r(), r()};
-        return {Op::kMaintain};
+        return {Op::kMaintain, r(), r()};
       case 11:
-      case 12: return {Op::kMaintain};
+      case 12: return {Op::kMaintain, r(), r()};
       case 13:
         if (has_graphs_) return {Op::kBeginCapture, r(), r(), r()};
         return {Op::kUse, r(), r(), r()};

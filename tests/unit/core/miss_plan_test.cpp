@@ -38,7 +38,7 @@ class MissPlanTest : public HeapFixture {
   }
 
   std::vector<HeapSet*> sets_{&set_, &other_set_};
-  Options options_;
+  Options options_{.cushion = 0};
   // No budget left, but room on the device.
   Policy policy_{options_, 1_GiB, 1_GiB, 100_GiB};
 };
@@ -194,6 +194,17 @@ TEST_F(MissPlanTest, TheCapacityIsNeverPassed) {
   const auto p = plan(heap(HeapKind::kPages), 6_MiB, true);
   ASSERT_TRUE(p.has_value());
   EXPECT_EQ(pages(*p), (std::vector<std::uint32_t>{2, 1}));  // near the capacity handles are small
+}
+
+TEST_F(MissPlanTest, BeyondTheBudgetAHandleThatIsFarTooLargeComesBeforeGrowth) {
+  options_.recut = false;
+  Handle* idle = idle_in(set_, 32);
+  Heap& h = heap(HeapKind::kRest);
+  EXPECT_FALSE(plan(h, 3_MiB).has_value());  // within it, it is not worth being pinned by this
+  const auto p = plan(h, 3_MiB, /*may_exceed_budget=*/true);
+  ASSERT_TRUE(p.has_value());
+  ASSERT_EQ(p->pieces.size(), 1u);
+  EXPECT_EQ(p->pieces[0].handle, idle);
 }
 
 TEST_F(MissPlanTest, AHandleServesOnePieceOnly) {

@@ -174,11 +174,11 @@ TEST_F(UsableTest, OnlyAnAliasOfUsableMemoryCanBeSwitchedTo) {
 
 class SearchTest : public PlacementTest {
  protected:
-  const std::vector<Candidate>& find(Heap& h, Bytes size) {
+  std::span<const Candidate> find(Heap& h, Bytes size) {
     EXPECT_TRUE(h.open_end(size));
     return search_.find(h, size, policy_, books_.handles, SIZE_MAX);
   }
-  const Candidate* at(const std::vector<Candidate>& all, DeviceAddr where) {
+  const Candidate* at(std::span<const Candidate> all, DeviceAddr where) {
     for (const Candidate& c : all) {
       if (c.at == where) return &c;
     }
@@ -297,6 +297,22 @@ TEST_F(SearchTest, LooksAtTheSmallestRunsThatFit) {
   for (const Candidate& c : search_.find(h, 6_MiB, policy_, books_.handles, SIZE_MAX)) {
     EXPECT_EQ(c.run.n, ~0ull);
   }
+}
+
+TEST_F(SearchTest, EndsAtAPlaceThatNeedsNoDriverCallAndWastesLittle) {
+  Heap& h = heap(HeapKind::kPages);
+  const DeviceAddr small = ready(h, {4})->begin;
+  fill(h, 2_MiB, {1});
+  const DeviceAddr large = ready(h, {4, 4})->begin;
+  fill(h, 2_MiB, {1});
+  vacate(small);
+  vacate(large);
+  vacate(large + 8_MiB);
+  const auto found = find(h, 6_MiB);
+  EXPECT_NE(at(found, small), nullptr);
+  EXPECT_EQ(at(found, large), nullptr);  // not looked at any more
+  policy_.reserved = policy_.capacity;   // tight: every place is weighed
+  EXPECT_NE(at(find(h, 6_MiB), large), nullptr);
 }
 
 TEST_F(SearchTest, TwoAliasesOfOneHandleServeOnlyOnce) {

@@ -27,6 +27,30 @@ TEST_F(PolicyTest, TheBudgetIsThePeakAndTheSlackButNeverAboveTheCapacity) {
   EXPECT_EQ((Policy{options_, {}, 80_GiB, 100_GiB}.budget()), 100_GiB);
 }
 
+TEST_F(PolicyTest, SmallProgramsHaveACushionThatFadesOut) {
+  const auto budget = [&](Bytes peak) { return Policy{options_, peak, peak, 100_GiB}.budget(); };
+  options_.cushion = 0.25;
+  options_.cushion_until = 6_GiB;
+  EXPECT_EQ(budget(2_GiB), 2_GiB + 512_MiB);
+  EXPECT_EQ(budget(4_GiB), 4_GiB + 512_MiB);  // a quarter of what is left to 6 GiB
+  EXPECT_EQ(budget(5_GiB), 5_GiB + 256_MiB);
+  EXPECT_EQ(budget(6_GiB), 6_GiB);
+  EXPECT_EQ(budget(50_GiB), 50_GiB);
+  EXPECT_EQ((Policy{options_, 3_GiB, 3_GiB, 3_GiB + 512_MiB}.budget()), 3_GiB);  // tight
+  options_.slack = 0.5;
+  EXPECT_EQ(budget(2_GiB), 3_GiB + 512_MiB);
+}
+
+TEST_F(PolicyTest, AHitMayWasteWhatCouldBeGrownForNothing) {
+  options_.cushion = 0.25;
+  options_.cushion_until = 6_GiB;
+  EXPECT_EQ((Policy{options_, 2_GiB, 2_GiB, 100_GiB}.hit_waste()), 512_MiB);
+  EXPECT_EQ((Policy{options_, 2_GiB + 500_MiB, 2_GiB, 100_GiB}.hit_waste()), 12_MiB);
+  EXPECT_EQ((Policy{options_, 3_GiB, 2_GiB, 100_GiB}.hit_waste()), 4_MiB);
+  // A program that has not grown yet may not waste what it will need.
+  EXPECT_EQ((Policy{options_, 1_GiB, 8_GiB, 100_GiB}.hit_waste()), 4_MiB);
+}
+
 TEST_F(PolicyTest, MemoryIsWorthMoreThanDriverTimeWhenItIsTight) {
   EXPECT_EQ(roomy().price(HeapKind::kRest), 16);
   EXPECT_EQ(roomy().price(HeapKind::kSmall), 16);

@@ -194,5 +194,64 @@ TEST_F(TrimTest, IdleMemoryOfAPoolInUseIsNamedAsSuch) {
   allocator_->release_pool(pool);
 }
 
+TEST_F(TrimTest, WhatIsMarkedAsReturningIsNotReservedAndCostsNoDriverCall) {
+  const DeviceAddr live = alloc(32_MiB);
+  free(alloc(64_MiB));
+  gpu_.reset_meter();
+  EXPECT_EQ(allocator_->give_back_later(), 64_MiB);
+  EXPECT_EQ(gpu_.meter().seconds, 0);
+  EXPECT_EQ(allocator_->returning(), 64_MiB);
+  EXPECT_EQ(stats().returning_bytes, 64_MiB);
+  EXPECT_EQ(reserved(), 32_MiB);
+  EXPECT_EQ(gpu_.reserved_bytes(), 96_MiB);
+  EXPECT_FALSE(allocator_->maintain());  // only when asked to
+  EXPECT_EQ(gpu_.reserved_bytes(), 96_MiB);
+  free(live);  // freed since, so it stays
+  EXPECT_EQ(allocator_->returning(), 64_MiB);
+}
+
+TEST_F(TrimTest, ARequestTakesReturningMemoryBack) {
+  const DeviceAddr block = alloc(64_MiB);
+  free(block);
+  EXPECT_EQ(allocator_->give_back_later(), 64_MiB);
+  gpu_.reset_meter();
+  EXPECT_EQ(alloc(64_MiB), block);
+  EXPECT_EQ(gpu_.meter().seconds, 0);
+  EXPECT_EQ(allocator_->returning(), 0_B);
+  EXPECT_EQ(reserved(), 64_MiB);
+  free(block);
+  EXPECT_EQ(allocator_->returning(), 0_B);  // the mark was for what was idle then
+  EXPECT_EQ(reserved(), 64_MiB);
+}
+
+TEST_F(TrimTest, MaintainReleasesReturningMemoryWhenAskedOneCallAtATime) {
+  free(alloc(64_MiB));
+  EXPECT_EQ(allocator_->give_back_later(), 64_MiB);
+  int steps = 0;
+  for (; allocator_->maintain(/*release_returning=*/true); ++steps) {
+    EXPECT_EQ(allocator_->validate().value_or(""), "");
+  }
+  EXPECT_EQ(steps, 2 * 4);  // an unmap and a release for each of four handles
+  EXPECT_EQ(gpu_.reserved_bytes(), 0_B);
+  EXPECT_EQ(reserved(), 0_B);
+  EXPECT_EQ(allocator_->returning(), 0_B);
+}
+
+TEST_F(TrimTest, ReturningMemoryThatWorkUsesStaysUntilThatIsDone) {
+  gpu_.set_manual(true);
+  const DeviceAddr block = alloc(64_MiB);
+  gpu_.launch(main_, {writes({block, 64_MiB}, 1)});
+  free(block);
+  EXPECT_EQ(allocator_->give_back_later(), 64_MiB);
+  EXPECT_FALSE(allocator_->maintain(/*release_returning=*/true));
+  EXPECT_EQ(gpu_.reserved_bytes(), 64_MiB);
+  gpu_.complete_all();
+  gpu_.set_manual(false);
+  free(alloc(1_MiB));  // asks the streams; takes a piece of it
+  while (allocator_->maintain(/*release_returning=*/true)) {
+  }
+  EXPECT_LE(gpu_.reserved_bytes(), 16_MiB);
+}
+
 }  // namespace
 }  // namespace gpumemx

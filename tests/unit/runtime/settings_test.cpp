@@ -220,7 +220,8 @@ TEST(Settings, PutsHigherSettingsOverLowerOnesAtOnce) {
 
 TEST(Settings, ReachesEveryOptionThatHasAKey) {
   Settings settings;
-  ASSERT_EQ(settings.apply("cap:3GiB,mode:plain,background:true,slack:0.25,max_aliases:3,"
+  ASSERT_EQ(settings.apply("cap:3GiB,mode:plain,background:false,slack:0.25,cushion:0.125,"
+                           "cushion_until:3GiB,max_aliases:3,"
                            "hit_waste:5MiB,hit_scan:6,price:7.5,price_pages:8.5,overhang:9MiB,"
                            "tight_from:0.5,tight_price:1.5,tight_handle:16MiB,fence_frees:11,"
                            "fence_bytes:12MiB,max_fences:13,small_handle:4MiB,rest_handle:2MiB,"
@@ -230,8 +231,10 @@ TEST(Settings, ReachesEveryOptionThatHasAKey) {
   const Options& o = settings.core();
   EXPECT_EQ(o.cap, 3_GiB);
   EXPECT_TRUE(o.plain);
-  EXPECT_TRUE(o.background);
+  EXPECT_FALSE(o.background);
   EXPECT_EQ(o.slack, 0.25);
+  EXPECT_EQ(o.cushion, 0.125);
+  EXPECT_EQ(o.cushion_until, 3_GiB);
   EXPECT_EQ(o.max_aliases, 3);
   EXPECT_EQ(o.hit_waste, 5_MiB);
   EXPECT_EQ(o.hit_scan, 6);
