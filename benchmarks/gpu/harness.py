@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -57,22 +58,24 @@ class Worker:
     def __init__(self, allocator: str, *, counted: bool = False) -> None:
         environment = {**os.environ, CONF: ALLOCATORS[allocator]}
         if counted:
-            environment["LD_PRELOAD"] = str(call_counter())
-        command = [sys.executable, sys.argv[0], "--serve", allocator]
+            there = os.environ.get("LD_PRELOAD", "")
+            environment["LD_PRELOAD"] = f"{call_counter()} {there}".strip()
+        self.command = [sys.executable, sys.argv[0], "--serve", allocator]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
     def run(self, **job: Any) -> Result:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print(json.dumps(job), file=self.process.stdin, flush=True)
+        with suppress(BrokenPipeError):
+            print(json.dumps(job), file=self.process.stdin, flush=True)
         for line in self.process.stdout:
             if line.startswith("{"):
                 result: Result = json.loads(line)
                 return result
             print(line, end="")
-        raise SystemExit(f"{self.process.args!r} has ended")
+        raise SystemExit(f"a worker has ended: {' '.join(self.command)}")
 
     def __enter__(self) -> Worker:
         return self
@@ -84,7 +87,8 @@ class Worker:
         trace: TracebackType | None,
     ) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
         if kind is not None:
             self.process.terminate()
         self.process.wait()
