@@ -170,7 +170,7 @@ def rows(runs: Runs, live: int) -> list[list[str]]:
             f"{middle('rate'):,.0f}",
             show(middle("rate") / whole, ".3f"),
             f"{middle('later rate'):,.0f}",
-            show(middle("reserved") / live, ".3f"),
+            show(middle("reserved") / live if live else None, ".3f"),
             show(max((r["longest"] for r in passed if "longest" in r), default=None), ",.0f"),
             show(middle("p99.9"), ",.1f"),
             show(middle("p99"), ",.1f"),
@@ -222,16 +222,14 @@ def main() -> None:
         return
     if args.steps < 2 * WARM:
         parser.error(f"--steps must be {2 * WARM} or more")
-    found = []
     with ExitStack() as stack:
         workers = {
             who: stack.enter_context(Worker(who, counted=not args.tiny)) for who in args.allocators
         }
         for loop in args.loops:
-            found.append((loop, *measure(loop, workers, args)))
-    for loop, runs, live in found:
-        print(f"\n{loop}: live {live / GIB:.3f} GiB, {args.steps} steps, {args.runs} runs")
-        table(HEAD, rows(runs, live))
+            runs, live = measure(loop, workers, args)
+            print(f"\n{loop}: live {live / GIB:.3f} GiB, {args.steps} steps, {args.runs} runs")
+            table(HEAD, rows(runs, live))
 
 
 if __name__ == "__main__":
