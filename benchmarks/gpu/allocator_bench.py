@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
@@ -39,6 +40,7 @@ from harness import (
 )
 from numpy.typing import NDArray
 
+ALONE = "loop alone"  # no allocator: what the loop itself costs
 TRACES = Path(__file__).parents[2] / "examples" / "traces"
 Columns = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int16], int]
 
@@ -119,35 +121,51 @@ def load(path: str) -> tuple[Columns, int]:
 
 
 def work(job: Job) -> Result:
-    return {"pairs": pairs, "foreign": foreign, "trace": trace, "checked": checked}[job["kind"]](
-        job
-    )
+    return {"pairs": pairs, "trace": trace, "checked": checked}[job["kind"]](job)
+
+
+FOREIGN = "small sizes, freed by another thread"
 
 
 def pairs(job: Job) -> Result:
-    """Return nanoseconds a pair, of the median pass and thread; the first passes warm up."""
+    """Return nanoseconds a pair: of each program the median pass and thread, from the third pass.
+
+    Each begins on an empty cache. A program that fails has its error in the place of a number.
+    """
+    import torch
+
+    found: dict[str, float | str] = {}
+    for name in [*programs(job["pairs"]), FOREIGN]:
+        found[name] = nanoseconds(name, job)
+        if not job["nothing"]:
+            torch.cuda.empty_cache()
+    return {"ns": found}
+
+
+def nanoseconds(name: str, job: Job) -> float | str:
     import allocator_probe as probe
 
-    each, first = programs(job["pairs"])[job["name"]]
-    found = [
+    if name == FOREIGN:
+        run = probe.foreign_frees_of_nothing if job["nothing"] else probe.foreign_frees
+        try:
+            times = [run(SMALL, job["pairs"], 64) for _ in range(job["passes"] + 1)]
+        except RuntimeError as error:
+            return first_line(str(error))
+        return median(times[1:])
+    each, first = programs(job["pairs"])[name]
+    threads = [
         probe.Program(*columns, first_stream=stream)
         for columns, stream in zip(each, first, strict=True)
     ]
     run = probe.run_nothing if job["nothing"] else probe.run
-    results = run(found, job["passes"] + 2)
+    results = run(threads, job["passes"] + 2)
     if failed := [p.error for passes in results for p in passes if p.error]:
-        return {"failed": failed[0][:200]}
-    count = len(each[0][0]) / 2
-    return {"ns": median(p.ns / count for passes in results for p in passes[2:])}
+        return first_line(failed[0])
+    return median(p.ns for passes in results for p in passes[2:]) / (len(each[0][0]) / 2)
 
 
-def foreign(job: Job) -> Result:
-    import allocator_probe as probe
-
-    run = probe.foreign_frees_of_nothing if job["nothing"] else probe.foreign_frees
-    arguments = (SMALL, job["pairs"], 64)
-    run(*arguments)
-    return {"ns": median(run(*arguments) for _ in range(job["passes"]))}
+def first_line(error: str) -> str:
+    return error.partition("\n")[0][:200]
 
 
 def reserved_peak() -> int:
@@ -171,7 +189,7 @@ def trace(job: Job) -> Result:
     cold, driver = replay(program, 1)
     peak = reserved_peak()
     if cold[0].error:
-        return {"failed": cold[0].error[:200]}
+        return {"failed": first_line(cold[0].error)}
     warm, warm_driver = replay(program, job["passes"])
     result: Result = {
         "live": live,
@@ -239,14 +257,14 @@ def checked(job: Job) -> Result:
     program = probe.Program(*columns)
     contents = probe.run_checked(program, True, [])
     if contents.run.error:
-        return {"failed": contents.run.error[:200]}
+        return {"failed": first_line(contents.run.error)}
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = probe.look()
     moments = sorted(random.Random(2).sample(range(len(columns[0])), 100))
     looked = probe.run_checked(program, False, moments)
     if looked.run.error:
-        return {"failed": looked.run.error[:200]}
+        return {"failed": first_line(looked.run.error)}
     others = before.gone - before.reserved
     off = [m.gone - m.reserved - others for m in looked.moments]
     return {
@@ -260,38 +278,33 @@ def checked(job: Job) -> Result:
 # --- tables
 
 
+def print_pairs(workers: dict[str, Worker], args: argparse.Namespace) -> None:
+    times: dict[str, dict[str, list[float]]] = {who: defaultdict(list) for who in workers}
+    count = 2000 if args.tiny else args.pairs
+    for _ in range(args.runs):
+        for who, worker in workers.items():
+            job = {"kind": "pairs", "pairs": count, "passes": args.passes}
+            result = worker.run(**job, nothing=who == ALONE, tiny=args.tiny)
+            if failed := result.get("failed"):
+                print(f"{who}: {failed}", flush=True)
+            for name, ns in result.get("ns", {}).items():
+                if isinstance(ns, str):
+                    print(f"{who}, {name}: {ns}", flush=True)
+                else:
+                    times[who][name].append(ns)
+    print("\nns a pair of allocate and free, median of runs, passes and threads")
+    rows = [
+        [name, *(show(median(times[who][name]), ",.0f") for who in workers)]
+        for name in [*programs(count), FOREIGN]
+    ]
+    table(["", *workers], rows)
+
+
 def ask(worker: Worker, runs: int, **job: Any) -> Result:
-    """Return the run whose time is the median one, or the first that failed."""
+    """Return the run whose warm time is the median one, or the first that failed."""
     results = [worker.run(**job) for _ in range(runs)]
     failed = [r for r in results if r.get("failed")]
-    key = "ns" if "ns" in results[0] else "warm"
-    return failed[0] if failed else sorted(results, key=lambda r: r[key])[len(results) // 2]
-
-
-def print_pairs(workers: dict[str, Worker], args: argparse.Namespace) -> None:
-    count = 2000 if args.tiny else args.pairs
-    rows = []
-    for name in [*programs(count), "small, freed by another thread"]:
-        kind = "pairs" if name in programs(count) else "foreign"
-        found = {
-            who: ask(
-                worker,
-                args.runs,
-                kind=kind,
-                name=name,
-                pairs=count,
-                passes=args.passes,
-                nothing=who == "loop alone",
-                tiny=args.tiny,
-            )
-            for who, worker in workers.items()
-        }
-        for who, result in found.items():
-            if result.get("failed"):
-                print(f"{who}, {name}: {result['failed']}")
-        rows.append([name, *(show(result.get("ns"), ",.0f") for result in found.values())])
-    print("\nns a pair of allocate and free (median pass and thread)")
-    table(["", *workers], rows)
+    return failed[0] if failed else sorted(results, key=lambda r: r["warm"])[len(results) // 2]
 
 
 def print_traces(workers: dict[str, Worker], args: argparse.Namespace) -> None:
@@ -305,7 +318,7 @@ def print_traces(workers: dict[str, Worker], args: argparse.Namespace) -> None:
                 path=str(path),
                 passes=args.passes,
                 fit=not args.no_fit,
-                nothing=who == "loop alone",
+                nothing=who == ALONE,
                 tiny=args.tiny,
             )
             if result.get("failed"):
@@ -358,7 +371,7 @@ def print_checked(workers: dict[str, Worker], args: argparse.Namespace) -> None:
     rows = []
     for name, path in [*((n, "") for n in names), *((p.stem, str(p)) for p in args.traces)]:
         for who, worker in workers.items():
-            if who == "loop alone":
+            if who == ALONE:
                 continue
             r = worker.run(kind="checked", name=name, path=path, pairs=args.pairs, tiny=args.tiny)
             if r.get("failed"):
@@ -395,7 +408,7 @@ def main() -> None:
         serve(args.serve, work)
         return
     # A worker of any kind can run the loop without an allocator.
-    names = ["loop alone", *([] if args.tiny else args.allocators)]
+    names = [ALONE, *([] if args.tiny else args.allocators)]
     with ExitStack() as stack:
         workers = {
             name: stack.enter_context(Worker(name if name in ALLOCATORS else "native"))

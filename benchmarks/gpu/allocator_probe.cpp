@@ -411,6 +411,7 @@ template <class Target>
 double foreign_frees(const std::vector<std::int64_t>& sizes, std::size_t count, std::size_t depth) {
   const Target target;
   std::vector<std::atomic<void*>> on_the_way(depth);
+  std::atomic<bool> failed{false};
   std::barrier together(2);
   std::thread freeing([&] {
     Target::enter_thread();
@@ -419,6 +420,7 @@ double foreign_frees(const std::vector<std::int64_t>& sizes, std::size_t count, 
       std::atomic<void*>& place = on_the_way[i % depth];
       void* block = nullptr;
       while ((block = place.load(std::memory_order_acquire)) == nullptr) {
+        if (failed.load(std::memory_order_relaxed)) return;
       }
       place.store(nullptr, std::memory_order_release);
       target.free(block);
@@ -427,12 +429,18 @@ double foreign_frees(const std::vector<std::int64_t>& sizes, std::size_t count, 
   Target::enter_thread();
   together.arrive_and_wait();
   const auto begin = Clock::now();
-  for (std::size_t i = 0; i < count; ++i) {
-    std::atomic<void*>& place = on_the_way[i % depth];
-    void* block = target.allocate(static_cast<std::size_t>(sizes[i % sizes.size()]), 1);
-    while (place.load(std::memory_order_acquire) != nullptr) {
+  try {
+    for (std::size_t i = 0; i < count; ++i) {
+      std::atomic<void*>& place = on_the_way[i % depth];
+      void* block = target.allocate(static_cast<std::size_t>(sizes[i % sizes.size()]), 1);
+      while (place.load(std::memory_order_acquire) != nullptr) {
+      }
+      place.store(block, std::memory_order_release);
     }
-    place.store(block, std::memory_order_release);
+  } catch (...) {
+    failed = true;
+    freeing.join();
+    throw;
   }
   freeing.join();
   return ns_since(begin) / static_cast<double>(count);
