@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from harness import GIB, Job, Result, Worker, add_arguments, median, serve, set_cap, show, table
 
 # Where the search begins: passes on most allocators, and on none.
-BEGIN = {"bert": (1.0, 3.0), "unet": (0.7, 2.2), "llm": (0.4, 1.2)}
+BEGIN = {"bert": (0.8, 2.2), "unet": (0.6, 1.8), "llm": (0.22, 0.7)}
 
 
 # --- in a worker

@@ -6,8 +6,9 @@ each loop, cap and allocator, after the first three steps:
 
 items/s      tokens or pixels a second of the device's time, and as a share of native's uncapped
 reserved     peak, by live
-allocations  the longest, 99.9th and 99th percentile: the time inside the allocator's virtual
-             functions, all threads (allocator_probe.cpp says how it is taken)
+allocations  the longest, 99.9th and 99th percentile, their number and their share of the time:
+             inside the allocator's virtual functions, all threads (allocator_probe.cpp says how
+             it is taken)
 calls        syncs (cudaDeviceSynchronize, cudaStreamSynchronize, cudaEventSynchronize), frees and
              mallocs (cudaFree, cudaMalloc) of the whole process (call_counter.cpp). The loops make
              none, so these are torch's or the allocator's. gpumemx calls the driver: "driver" is
@@ -46,6 +47,25 @@ CALLS = (
 )
 WARM = 3
 LOOPS = ("bert", "llm", "unet", "resnet50", "resnet152")
+HEAD = (
+    "allocator",
+    "cap",
+    "items/s",
+    "of native",
+    "2nd half",
+    "reserved",
+    "longest us",
+    "p99.9",
+    "p99",
+    "count",
+    "% of time",
+    "syncs",
+    "frees",
+    "mallocs",
+    "driver",
+    "retries",
+    "runs",
+)
 
 
 # --- in a worker
@@ -94,14 +114,16 @@ def work(job: Job) -> Result:
     waits = None
     if after:
         waits = sum(after["calls"].get(k, 0) - driver["calls"].get(k, 0) for k in ("wait", "free"))
+    elapsed = begin.elapsed_time(end)  # ms
     return {
-        "rate": 1e3 * items / begin.elapsed_time(end),
+        "rate": 1e3 * items / elapsed,
         "later rate": 1e3 * (items - at_middle) / middle.elapsed_time(end),
         "requested": stats.get("requested_bytes.all.peak", 0),
         "allocated": stats["allocated_bytes.all.peak"],
         "reserved": stats["reserved_bytes.all.peak"],
         "retries": stats.get("num_alloc_retries", 0),
         "allocations": len(times),
+        "share": 100 * float(times.sum()) / (1e3 * elapsed),
         "longest": float(times.max()),
         "p99.9": float(np.percentile(times, 99.9)),
         "p99": float(np.percentile(times, 99)),
@@ -155,7 +177,7 @@ def rows(runs: Runs, live: int) -> list[list[str]]:
         passed = [r for r in results if not r.get("failed")]
         line = [who, "none" if cap is None else f"{cap:.2f}"]
         if not passed:
-            lines.append([*line, "failed", *["-"] * 13])
+            lines.append([*line, "failed", *["-"] * (len(HEAD) - 3)])
             continue
 
         def middle(key: str, passed: list[Result] = passed) -> float:
@@ -175,6 +197,7 @@ def rows(runs: Runs, live: int) -> list[list[str]]:
             show(middle("p99.9"), ",.1f"),
             show(middle("p99"), ",.1f"),
             show(middle("allocations"), ",.0f"),
+            show(middle("share"), ".1f"),
             show(synchronized, ".0f"),
             show(middle("cudaFree"), ".0f"),
             show(middle("cudaMalloc"), ".0f"),
@@ -184,26 +207,6 @@ def rows(runs: Runs, live: int) -> list[list[str]]:
         ]
         lines.append(line)
     return lines
-
-
-HEAD = (
-    "allocator",
-    "cap",
-    "items/s",
-    "of native",
-    "2nd half",
-    "reserved",
-    "longest us",
-    "p99.9",
-    "p99",
-    "count",
-    "syncs",
-    "frees",
-    "mallocs",
-    "driver",
-    "retries",
-    "runs",
-)
 
 
 def main() -> None:
