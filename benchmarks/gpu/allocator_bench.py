@@ -152,16 +152,24 @@ def nanoseconds(name: str, job: Job) -> float | str:
         except RuntimeError as error:
             return first_line(str(error))
         return median(times[1:])
-    each, first = programs(job["pairs"])[name]
-    threads = [
-        probe.Program(*columns, first_stream=stream)
-        for columns, stream in zip(each, first, strict=True)
-    ]
+    threads = threads_of(name, job["pairs"])
     run = probe.run_nothing if job["nothing"] else probe.run
     results = run(threads, job["passes"] + 2)
     if failed := [p.error for passes in results for p in passes if p.error]:
         return first_line(failed[0])
-    return median(p.ns for passes in results for p in passes[2:]) / (len(each[0][0]) / 2)
+    count = len(programs(job["pairs"])[name][0][0][0]) / 2
+    return median(p.ns for passes in results for p in passes[2:]) / count
+
+
+def threads_of(name: str, pairs: int) -> list[Any]:
+    """Return a program for each thread."""
+    import allocator_probe as probe
+
+    each, first = programs(pairs)[name]
+    return [
+        probe.Program(*columns, first_stream=stream)
+        for columns, stream in zip(each, first, strict=True)
+    ]
 
 
 def first_line(error: str) -> str:
@@ -252,19 +260,21 @@ def checked(job: Job) -> Result:
 
     if job["path"]:
         columns, _ = load(job["path"])
+        threads, events = [probe.Program(*columns)], len(columns[0])
     else:
-        columns = programs(job["pairs"])[job["name"]][0][0]
-    program = probe.Program(*columns)
-    contents = probe.run_checked(program, True, [])
-    if contents.run.error:
-        return {"failed": first_line(contents.run.error)}
+        threads = threads_of(job["name"], job["pairs"])
+        events = len(programs(job["pairs"])[job["name"]][0][0][0])
+    contents = probe.run_checked(threads, True, [])
+    if contents.error:
+        return {"failed": first_line(contents.error)}
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = probe.look()
-    moments = sorted(random.Random(2).sample(range(len(columns[0])), 100))
-    looked = probe.run_checked(program, False, moments)
-    if looked.run.error:
-        return {"failed": first_line(looked.run.error)}
+    moments = sorted(random.Random(2).sample(range(events), 100))
+    # While other threads change memory, the two numbers cannot be read as of one moment.
+    looked = probe.run_checked(threads[:1], False, moments)
+    if looked.error:
+        return {"failed": first_line(looked.error)}
     others = before.gone - before.reserved
     off = [m.gone - m.reserved - others for m in looked.moments]
     return {
@@ -367,7 +377,7 @@ def trace_row(name: str, who: str, r: Result) -> list[str]:
 
 
 def print_checked(workers: dict[str, Worker], args: argparse.Namespace) -> None:
-    names = ["small sizes, 64 alive", "large sizes, 16 alive", "random to 64 MiB, 500 alive"]
+    names = [name for name in programs(args.pairs) if " 1 alive" not in name]
     rows = []
     for name, path in [*((n, "") for n in names), *((p.stem, str(p)) for p in args.traces)]:
         for who, worker in workers.items():

@@ -184,6 +184,7 @@ class Contents {
     // Not from the allocator that is looked at.
     C10_CUDA_CHECK(cudaMalloc(&counter_, sizeof(std::uint32_t)));
     C10_CUDA_CHECK(cudaMemset(counter_, 0, sizeof(std::uint32_t)));
+    try_out();
   }
 
   void fill(void* block, std::size_t size, std::uint32_t seed, cudaStream_t stream) {
@@ -208,6 +209,21 @@ class Contents {
   }
 
  private:
+  // A check that finds nothing is worth something only if it would.
+  void try_out() {
+    constexpr std::uint32_t kWords = 1000;
+    void* block = nullptr;
+    C10_CUDA_CHECK(cudaMalloc(&block, kWords * 4));
+    fill(block, kWords * 4, 1, nullptr);
+    check(block, kWords * 4, 1, nullptr);
+    const std::uint32_t right = std::get<1>(checked_and_wrong());
+    check(block, kWords * 4, 2, nullptr);
+    const std::uint32_t wrong = std::get<1>(checked_and_wrong());
+    if (right != 0 || wrong != kWords) throw std::runtime_error("the check does not work");
+    C10_CUDA_CHECK(cudaMemset(counter_, 0, sizeof(std::uint32_t)));
+    C10_CUDA_CHECK(cudaFree(block));
+    words_ = 0;
+  }
   static unsigned grid(std::size_t words) {
     return static_cast<unsigned>(std::min<std::size_t>((words + 255) / 256, 1024));
   }
@@ -356,8 +372,8 @@ struct Runner {
 
   const Program& program;
   const Target& target;
-  std::vector<Block> live = std::vector<Block>(program.slots);
   std::uint32_t seed = 0;
+  std::vector<Block> live = std::vector<Block>(program.slots);
 };
 
 // Result [thread][pass]. All threads begin a pass together; what is live at its end is freed outside
@@ -386,22 +402,39 @@ std::vector<std::vector<Pass>> run_passes(const std::vector<Program>& programs, 
 }
 
 struct Checked {
-  Pass pass;
+  std::string error;
   std::uint64_t words = 0;
   std::uint32_t wrong = 0;
   std::vector<Moment> moments;
 };
 
-Checked run_checked(const Program& program, bool contents,
+// The first thread is the one that looks at the device.
+Checked run_checked(const std::vector<Program>& programs, bool contents,
                     const std::vector<std::int64_t>& look_at) {
   const TorchTarget target;
   std::unique_ptr<Contents> kernels;
   if (contents) kernels = std::make_unique<Contents>();
-  Runner<TorchTarget> runner{program, target};
   Checked result;
-  result.pass = runner.run_slowly(kernels.get(), look_at, result.moments);
+  std::vector<Runner<TorchTarget>> runners;
+  for (const Program& program : programs) {
+    const auto first_seed = static_cast<std::uint32_t>(runners.size()) << 26;
+    runners.push_back({.program = program, .target = target, .seed = first_seed});
+  }
+  std::vector<Pass> passes(programs.size());
+  const auto work = [&](std::size_t k) {
+    TorchTarget::enter_thread();
+    passes[k] = runners[k].run_slowly(kernels.get(), k == 0 ? look_at : std::vector<std::int64_t>{},
+                                      result.moments);
+  };
+  std::vector<std::thread> threads;
+  for (std::size_t k = 1; k < programs.size(); ++k) threads.emplace_back(work, k);
+  work(0);
+  for (std::thread& thread : threads) thread.join();
+  for (const Pass& pass : passes) {
+    if (result.error.empty()) result.error = pass.error;
+  }
   if (kernels) std::tie(result.words, result.wrong) = kernels->checked_and_wrong();
-  runner.release_all();
+  for (Runner<TorchTarget>& runner : runners) runner.release_all();
   return result;
 }
 
@@ -494,7 +527,7 @@ void replace_virtual(CUDAAllocator* object, Member member, Function replacement,
   std::uintptr_t offset = 0;
   std::memcpy(&offset, &member, sizeof(offset));
   char* table = nullptr;
-  std::memcpy(&table, object, sizeof(table));
+  std::memcpy(&table, static_cast<const void*>(object), sizeof(table));
   char* slot = table + (offset - 1);
   const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   void* begin =
@@ -544,7 +577,7 @@ PYBIND11_MODULE(allocator_probe, m) {
       .def_readonly("gone", &Moment::gone)
       .def_readonly("reserved", &Moment::reserved);
   py::class_<Checked>(m, "Checked")
-      .def_readonly("run", &Checked::pass)
+      .def_readonly("error", &Checked::error)
       .def_readonly("words", &Checked::words)
       .def_readonly("wrong", &Checked::wrong)
       .def_readonly("moments", &Checked::moments);
@@ -553,7 +586,7 @@ PYBIND11_MODULE(allocator_probe, m) {
         "Run programs, one a thread; the Pass of each thread and pass.");
   m.def("run_nothing", &run_passes<NoTarget>, py::arg("programs"), py::arg("passes"), Unlocked(),
         "The same loop without an allocator.");
-  m.def("run_checked", &run_checked, py::arg("program"), py::arg("contents"), py::arg("look_at"),
+  m.def("run_checked", &run_checked, py::arg("programs"), py::arg("contents"), py::arg("look_at"),
         Unlocked(), "One pass with contents checked, and looks at the device before some events.");
   m.def("foreign_frees", &foreign_frees<TorchTarget>, py::arg("sizes"), py::arg("count"),
         py::arg("depth"), Unlocked(),
