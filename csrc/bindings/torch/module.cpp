@@ -84,6 +84,7 @@ py::dict paths(const Stats& stats) {
   d["aliases_dropped"] = p.aliases_dropped;
   d["fences"] = p.fences;
   d["dormant_aliases"] = stats.dormant_aliases;
+  d["returning_bytes"] = stats.returning_bytes.n;
   return d;
 }
 
