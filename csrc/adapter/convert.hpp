@@ -6,6 +6,7 @@
 
 #include <c10/cuda/CUDACachingAllocator.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,9 +16,15 @@ namespace gpumemx::adapter {
 
 c10::cuda::CUDACachingAllocator::DeviceStats to_torch(const Stats& stats);
 
-// A segment is a contiguous run of memory of one heap.
-std::vector<c10::cuda::CUDACachingAllocator::SegmentInfo> to_torch(
-    c10::DeviceIndex device, const std::vector<BlockInfo>& blocks);
+std::vector<c10::cuda::CUDACachingAllocator::SegmentInfo> to_torch(c10::DeviceIndex device,
+                                                                   const MemoryLayout& layout);
+
+// torch's settings, for its snapshots: gpumemx.settings() tells which of them have work left.
+c10::cuda::CUDACachingAllocator::AllocatorConfigInfo torch_settings();
+
+// The names of one device's private pools. Takes no lock: trackers of events need them.
+c10::MempoolId_t mempool_of(c10::DeviceIndex device, PoolId pool);
+std::optional<PoolId> pool_of(c10::DeviceIndex device, c10::MempoolId_t pool);
 
 // torch's own first sentences, which tools match, then why.
 std::string out_of_memory_text(c10::DeviceIndex device, const OomVerdict& verdict);

@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "adapter/history.hpp"
 #include "base/mutex.hpp"
 #include "core/observer.hpp"
 #include "runtime/registry.hpp"
@@ -86,6 +87,11 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   void recordHistory(bool enabled, torch_alloc::CreateContextFn recorder, std::size_t max_entries,
                      torch_alloc::RecordContext when, bool clear,
                      const std::vector<std::string>& skip_actions) override;
+  void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& metadata) override;
+  void pushCompileContext(std::string& context) override;
+  void popCompileContext() override;
+  void setUserMetadata(const std::string& metadata) override;
+  std::string getUserMetadata() override;
   void attachOutOfMemoryObserver(torch_alloc::OutOfMemoryObserver observer) override;
   void attachAllocatorTraceTracker(torch_alloc::AllocatorTraceTracker tracker) override;
   void enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex accessed) override;
@@ -102,8 +108,14 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
       std::function<void(std::int64_t device, std::size_t alloc_size, std::size_t total_allocated,
                          std::size_t device_total)>;
   void attachOomRejectionObserver(RejectionObserver observer);
+  std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* ptr);
   // From torch 2.13 on.
   c10::DataPtr allocateWithAddress(std::size_t nbytes, void* address);
+  // From torch 2.14 on.
+  bool supportsUserMetadata();
+  void annotateMemory(const void* ptr, const std::string& metadata);
+
+  MemoryHistory& memory_history() { return history_; }
 
  private:
   // Observer: what the core asks and tells, with none of its locks held.
@@ -117,6 +129,7 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   void report(c10::DeviceIndex device, void* ptr, std::int64_t change);
 
   DeviceRegistry& devices_;
+  MemoryHistory history_;
   torch_alloc::CUDAAllocator* const previous_;
   std::atomic<bool> caching_{true};
   const bool caching_off_by_environment_;

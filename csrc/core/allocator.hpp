@@ -83,6 +83,30 @@ struct BlockInfo {
   HeapKind heap{};
   DeviceAddr segment;  // plain memory: where its device allocation begins
   std::uint64_t tag = 0;
+  std::shared_ptr<const void> context;
+};
+
+// A contiguous run of memory of one heap: what the map and unmap events of the history add up to, or
+// one plain device allocation. Its blocks, which tile it, are blocks[first .. first + count) of the
+// layout.
+struct SegmentInfo {
+  AddrRange range;
+  StreamRef stream;
+  PoolId pool{};
+  HeapKind heap{};
+  std::uint64_t serial = 0;             // of its addresses: later ones were taken later
+  std::shared_ptr<const void> context;  // of what brought the memory at its begin
+  std::size_t first = 0;
+  std::size_t count = 0;
+};
+
+// Everything at one moment. Blocks that a miss is filling right now are shown as free memory, as far
+// as there is memory.
+struct MemoryLayout {
+  std::vector<SegmentInfo> segments;  // by address
+  std::vector<BlockInfo> blocks;
+  Bytes active;
+  std::uint64_t events = 0;  // how many the history had seen: history(events) led to this layout
 };
 
 class DeviceAllocator {
@@ -138,9 +162,19 @@ class DeviceAllocator {
   void reset_peaks() GPUMEMX_EXCLUDES(mu_);
   void reset_accumulated() GPUMEMX_EXCLUDES(mu_);
 
-  // Starts the history empty with room for `capacity` events, or turns it off with 0.
-  void record_history(std::size_t capacity, History::Clock clock = nullptr) GPUMEMX_EXCLUDES(mu_);
-  std::vector<HistoryEvent> history() const GPUMEMX_EXCLUDES(mu_);
+  // Records the history with room for `capacity` events, or turns it off with 0. It starts empty,
+  // unless it is on already and told to keep what it has.
+  void record_history(std::size_t capacity, History::Clock clock = nullptr,
+                      const HistoryRules& rules = {}, bool keep = false) GPUMEMX_EXCLUDES(mu_);
+  // The events that are kept, of the first `until` that were ever recorded. Copied in slices, so that
+  // nobody waits for long: what is overwritten meanwhile is left out, from the oldest on.
+  std::vector<HistoryEvent> history(std::uint64_t until = ~0ull) const GPUMEMX_EXCLUDES(mu_);
+  // `listener` is told of every event from now on, whether or not the history is recorded; null for
+  // nobody. The caller keeps ownership.
+  void listen(HistoryListener* listener, History::Clock clock = nullptr) GPUMEMX_EXCLUDES(mu_);
+  // Puts a kAnnotate event about the live block at `address` into the history; what is said is in the
+  // thread's Cause. False when there is no such block.
+  bool annotate(DeviceAddr address) GPUMEMX_EXCLUDES(mu_);
 
   // Where the bytes are now; asks the device. REQUIRES: not in a capture of this thread.
   MemoryFigures memory_figures() GPUMEMX_EXCLUDES(mu_);
@@ -152,6 +186,10 @@ class DeviceAllocator {
 
   // Every block that is in use or ready, by address.
   std::vector<BlockInfo> blocks() const GPUMEMX_EXCLUDES(mu_);
+  // The segments and their blocks, of one pool or of all.
+  MemoryLayout layout(std::optional<PoolId> pool = std::nullopt) const GPUMEMX_EXCLUDES(mu_);
+  // The same, and a kSnapshot event after it.
+  MemoryLayout snapshot(std::optional<PoolId> pool = std::nullopt) GPUMEMX_EXCLUDES(mu_);
   // The live block that begins at `address`, or nothing.
   std::optional<BlockInfo> find_block(DeviceAddr address) const GPUMEMX_EXCLUDES(mu_);
 
@@ -273,6 +311,7 @@ class DeviceAllocator {
   Bytes release_idle(Bytes target) GPUMEMX_REQUIRES(work_mu_, mu_);
   Bytes release_idle_plain(Bytes target) GPUMEMX_REQUIRES(work_mu_, mu_);
   MemoryFigures figures() const GPUMEMX_REQUIRES(mu_);
+  void gather_layout(std::optional<PoolId> pool, MemoryLayout& out) const GPUMEMX_REQUIRES(mu_);
   void add_device(MemoryFigures& figures, const std::optional<DeviceMemory>& memory) const;
 
   DeviceDriver& driver_;

@@ -145,6 +145,7 @@ Region* Arena::take(Bytes size, Heap* heap) {
   auto region = std::make_unique<Region>();
   region->range = {range_.begin + kSlot * *first, kSlot * need};
   region->heap = heap;
+  region->serial = ++last_serial_;
   region->mapped_end = region->range.begin;
   region->tables.resize(need);
   for (std::size_t i = 0; i < need; ++i) slots_[*first + i] = region.get();
@@ -157,6 +158,7 @@ Region* Arena::add_plain(AddrRange range, Heap* heap) {
   auto region = std::make_unique<Region>();
   region->range = range;
   region->heap = heap;
+  region->serial = ++last_serial_;
   region->mapped_end = range.end();
   region->plain = true;
   region->tables.resize(1);
