@@ -18,6 +18,14 @@ void copy(const StatArray& from, c10::CachingAllocator::StatArray& to) {
   }
 }
 
+// Fields that not every torch has.
+template <class DeviceStats>
+void fill_newer(DeviceStats& out, const Stats& stats) {
+  if constexpr (requires { out.num_oom_rejections; }) {
+    out.num_oom_rejections = static_cast<std::int64_t>(stats.num_oom_rejections);
+  }
+}
+
 }  // namespace
 
 torch_alloc::DeviceStats to_torch(const Stats& stats) {
@@ -37,6 +45,7 @@ torch_alloc::DeviceStats to_torch(const Stats& stats) {
   out.num_device_alloc = static_cast<std::int64_t>(stats.num_device_alloc);
   out.num_device_free = static_cast<std::int64_t>(stats.num_device_free);
   out.max_split_size = -1;  // torch's own value for "not limited"
+  fill_newer(out, stats);
   return out;
 }
 
@@ -117,6 +126,13 @@ std::optional<PoolId> pool_of(c10::DeviceIndex device, c10::MempoolId_t pool) {
 }
 
 std::string out_of_memory_text(c10::DeviceIndex device, const OomVerdict& v) {
+  if (v.rejected) {
+    return "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
+           "per_process_memory_fraction limit. Requested size: " +
+           format_bytes(v.requested) + " (GPU " + std::to_string(static_cast<int>(device)) + ", " +
+           format_bytes(v.reserved) + " reserved of " + format_bytes(v.cap) +
+           " allowed). Set throw_on_cudamalloc_oom:false to disable. [gpumemx] " + v.text();
+  }
   std::string text = "CUDA out of memory. Tried to allocate " + format_bytes(v.requested) +
                      ". GPU " + std::to_string(static_cast<int>(device));
   if (v.device_known) {

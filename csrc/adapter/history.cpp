@@ -325,6 +325,8 @@ void MemoryHistory::snapshot(c10::MempoolId_t pool, bool include_traces,
   if (include_traces) out.device_traces.resize(static_cast<std::size_t>(devices));
   if (devices_.is_shut_down()) return;
   destroy_unneeded();
+  const Cause no_stack{nullptr, remark_here()};
+  const CauseScope scope(no_stack);  // of the entries that say that somebody looked
   std::function<c10::time_t(c10::approx_time_t)> to_ns;
   const auto to_us = [&](c10::approx_time_t time) { return to_ns(time) / 1000; };
   if (include_traces && recording()) {
@@ -345,16 +347,18 @@ void MemoryHistory::snapshot(c10::MempoolId_t pool, bool include_traces,
       only = pool_of(index, pool);
       if (!only) continue;  // this device has nothing of it
     }
-    const MemoryLayout layout = device->allocator->snapshot(only);
+    const MemoryLayout layout = device->allocator->layout(only);
     for (auto& segment : to_torch(index, layout)) out.segments.push_back(std::move(segment));
-    if (!to_ns) continue;
-    auto& trace = out.device_traces[static_cast<std::size_t>(i)];
-    const std::vector<HistoryEvent> events = device->allocator->history(layout.events);
-    trace.reserve(events.size());
-    for (const HistoryEvent& event : events) {
-      trace.push_back(trace_entry(index, event));
-      trace.back().time_.t_ = to_us(trace.back().time_.approx_t_);
+    if (to_ns) {
+      auto& trace = out.device_traces[static_cast<std::size_t>(i)];
+      const std::vector<HistoryEvent> events = device->allocator->history(layout.events);
+      trace.reserve(events.size());
+      for (const HistoryEvent& event : events) {
+        trace.push_back(trace_entry(index, event));
+        trace.back().time_.t_ = to_us(trace.back().time_.approx_t_);
+      }
     }
+    device->allocator->note_snapshot(layout.active, only.value_or(kDefaultPool));
   }
 }
 

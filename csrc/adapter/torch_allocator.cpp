@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 
 #include <algorithm>
 #include <array>
@@ -46,6 +47,16 @@ bool environment_is_set(const char* name) {
   return value != nullptr && value[0] != '\0' && std::string(value) != "0";
 }
 
+// From torch 2.12 on.
+template <class Config>
+bool throws_above_fraction() {
+  if constexpr (requires { Config::throw_on_cudamalloc_oom(); }) {
+    return Config::throw_on_cudamalloc_oom();
+  } else {
+    return false;
+  }
+}
+
 DeviceAddr address_of(const void* ptr) { return {reinterpret_cast<std::uintptr_t>(ptr)}; }
 void* pointer_to(DeviceAddr a) { return reinterpret_cast<void*>(a.n); }  // NOLINT: device memory
 
@@ -60,6 +71,11 @@ TorchAllocator::TorchAllocator(DeviceRegistry& devices, torch_alloc::CUDAAllocat
   TorchAllocator* none = nullptr;
   TORCH_INTERNAL_ASSERT(the_allocator.compare_exchange_strong(none, this),
                         "gpumemx: a second torch allocator in one process");
+  read_torch_settings();
+}
+
+void TorchAllocator::read_torch_settings() {
+  reject_above_cap_ = throws_above_fraction<torch_alloc::CUDAAllocatorConfig>();
 }
 
 // --- allocating and freeing
@@ -118,8 +134,16 @@ void* TorchAllocator::allocate_on(c10::DeviceIndex device, std::size_t nbytes,
                                   const StreamInfo& stream) {
   gpumemx::DeviceAllocator& allocator = *open(device).allocator;
   Because because(history_, torch_alloc::RecordContext::STATE);
-  AllocResult result = allocator.allocate({{nbytes}, stream, kDefaultPool, 0, because.context()});
-  if (C10_UNLIKELY(!result.ok())) raise_out_of_memory(device, *result.failure);
+  AllocResult result = allocator.allocate({{nbytes},
+                                           stream,
+                                           kDefaultPool,
+                                           0,
+                                           because.context(),
+                                           reject_above_cap_.load(std::memory_order_relaxed)});
+  if (C10_UNLIKELY(!result.ok())) {
+    if (result.failure->rejected) raise_rejection(device, *result.failure);
+    raise_out_of_memory(device, *result.failure);
+  }
   if (const std::exception_ptr failure = because.take_failure(); C10_UNLIKELY(failure)) {
     allocator.free(result.address);  // memory that its tracker could not register is of no use
     std::rethrow_exception(failure);
@@ -262,9 +286,27 @@ void TorchAllocator::attachOutOfMemoryObserver(torch_alloc::OutOfMemoryObserver 
   oom_observers_.push_back(std::move(observer));
 }
 
+// As torch's own: no retries, no out-of-memory observers, no entry in the history.
+void TorchAllocator::raise_rejection(c10::DeviceIndex device, const OomVerdict& v) {
+  std::vector<RejectionObserver> observers;
+  {
+    MutexLock lock(mu_);
+    observers = rejection_observers_;
+  }
+  for (const auto& observer : observers) {
+    try {
+      observer(device, v.block.n, v.reserved.n, v.device_total.n);
+    } catch (const std::exception& error) {
+      LOG(ERROR) << "gpumemx: an observer of rejected allocations failed: " << error.what();
+    }
+  }
+  TORCH_CHECK_WITH(OutOfMemoryError, false, out_of_memory_text(device, v));
+  std::abort();  // not reached
+}
+
 void TorchAllocator::attachOomRejectionObserver(RejectionObserver observer) {
-  // Called only under throw_on_cudamalloc_oom, which gpumemx.settings() lists as not served.
-  (void)observer;
+  MutexLock lock(mu_);
+  rejection_observers_.push_back(std::move(observer));
 }
 
 // --- devices, limits, statistics

@@ -39,6 +39,9 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   // Whether there may be blocks that `previous` allocated.
   bool was_late() const { return previous_ != nullptr; }
 
+  // Those of torch's settings that have work here; again when they have changed.
+  void read_torch_settings();
+
   // For tests on a simulated device, where torch has no current device or stream.
   void* allocate_on(c10::DeviceIndex device, std::size_t nbytes, const StreamInfo& stream);
 
@@ -126,16 +129,19 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
                          bool known_permanent);
   bool is_torch_stream(c10::DeviceIndex device, cudaStream_t stream);
   [[noreturn]] void raise_out_of_memory(c10::DeviceIndex device, const OomVerdict& verdict);
+  [[noreturn]] void raise_rejection(c10::DeviceIndex device, const OomVerdict& verdict);
   void report(c10::DeviceIndex device, void* ptr, std::int64_t change);
 
   DeviceRegistry& devices_;
   MemoryHistory history_;
   torch_alloc::CUDAAllocator* const previous_;
   std::atomic<bool> caching_{true};
+  std::atomic<bool> reject_above_cap_{false};  // throw_on_cudamalloc_oom
   const bool caching_off_by_environment_;
 
   Mutex mu_;  // a leaf
   std::vector<torch_alloc::OutOfMemoryObserver> oom_observers_ GPUMEMX_GUARDED_BY(mu_);
+  std::vector<RejectionObserver> rejection_observers_ GPUMEMX_GUARDED_BY(mu_);
   std::vector<std::uint64_t> torch_streams_ GPUMEMX_GUARDED_BY(mu_);  // native handles, sorted
   std::uint64_t streams_listed_ GPUMEMX_GUARDED_BY(mu_) = 0;          // a bit a device
 };

@@ -43,6 +43,8 @@ struct AllocRequest {
   PoolId pool = kDefaultPool;
   std::uint64_t tag = 0;
   std::shared_ptr<const void> context;  // opaque; kept with the block and in the history
+  // What would grow beyond the cap fails at once: nobody is waited for or asked, nothing is freed.
+  bool reject_above_cap = false;
 };
 
 struct [[nodiscard]] AllocResult {
@@ -188,8 +190,9 @@ class DeviceAllocator {
   std::vector<BlockInfo> blocks() const GPUMEMX_EXCLUDES(mu_);
   // The segments and their blocks, of one pool or of all.
   MemoryLayout layout(std::optional<PoolId> pool = std::nullopt) const GPUMEMX_EXCLUDES(mu_);
-  // The same, and a kSnapshot event after it.
-  MemoryLayout snapshot(std::optional<PoolId> pool = std::nullopt) GPUMEMX_EXCLUDES(mu_);
+  // Puts a kSnapshot event into the history: somebody has looked and found this much active. Apart
+  // from layout(), so that in a full history it takes the place of no event that is still to be read.
+  void note_snapshot(Bytes active, PoolId pool = kDefaultPool) GPUMEMX_EXCLUDES(mu_);
   // The live block that begins at `address`, or nothing.
   std::optional<BlockInfo> find_block(DeviceAddr address) const GPUMEMX_EXCLUDES(mu_);
 
@@ -277,6 +280,9 @@ class DeviceAllocator {
   std::optional<Error> map_pieces(std::vector<PieceWork>& work) GPUMEMX_REQUIRES(work_mu_);
   bool make_room(const AllocRequest& request, int& attempt, bool& asked)
       GPUMEMX_EXCLUDES(work_mu_, mu_);
+  bool is_rejected(const AllocRequest& request, Bytes size) const GPUMEMX_REQUIRES(mu_) {
+    return request.reject_above_cap && cap() < device_total_ && reserved() + size > cap();
+  }
   AllocResult fail(const AllocRequest& request, Bytes size, const std::optional<Error>& error)
       GPUMEMX_EXCLUDES(work_mu_, mu_);
   bool refresh_capacity(bool only_if_tight) GPUMEMX_REQUIRES(work_mu_);

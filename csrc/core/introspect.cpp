@@ -207,37 +207,21 @@ void DeviceAllocator::gather_layout(std::optional<PoolId> pool, MemoryLayout& ou
   out.events = books_.history.end();
 }
 
-namespace {
-
-void sort_segments(MemoryLayout& layout) {
-  std::sort(
-      layout.segments.begin(), layout.segments.end(),
-      [](const SegmentInfo& a, const SegmentInfo& b) { return a.range.begin < b.range.begin; });
-}
-
-}  // namespace
-
 MemoryLayout DeviceAllocator::layout(std::optional<PoolId> pool) const {
   MemoryLayout out;
   {
     MutexLock lock(mu_);
     gather_layout(pool, out);
   }
-  sort_segments(out);
+  std::sort(
+      out.segments.begin(), out.segments.end(),
+      [](const SegmentInfo& a, const SegmentInfo& b) { return a.range.begin < b.range.begin; });
   return out;
 }
 
-MemoryLayout DeviceAllocator::snapshot(std::optional<PoolId> pool) {
-  MemoryLayout out;
-  {
-    MutexLock lock(mu_);
-    gather_layout(pool, out);
-    if (books_.history.on()) {
-      books_.history.push({EventKind::kSnapshot, {}, out.active, {}, pool.value_or(kDefaultPool)});
-    }
-  }
-  sort_segments(out);
-  return out;
+void DeviceAllocator::note_snapshot(Bytes active, PoolId pool) {
+  MutexLock lock(mu_);
+  if (books_.history.on()) books_.history.push({EventKind::kSnapshot, {}, active, {}, pool});
 }
 
 void DeviceAllocator::record_history(std::size_t capacity, History::Clock clock,

@@ -105,6 +105,9 @@ class Tracker {
   Told* const told_;
 };
 
+std::mutex rejections_mu;
+std::vector<std::tuple<std::int64_t, std::size_t, std::size_t, std::size_t>> rejections;
+
 }  // namespace
 
 void bind_simulated_history(py::module_& m) {
@@ -125,6 +128,26 @@ void bind_simulated_history(py::module_& m) {
   m.def("_sim_pop_compile_context", [] { adapter::installed()->popCompileContext(); });
   m.def("_sim_set_metadata",
         [](const std::string& text) { adapter::installed()->setUserMetadata(text); });
+  m.def("_sim_on_out_of_memory", [](py::object callback) {
+    // Leaked: observers can't be detached.
+    auto* call = new py::object(std::move(callback));
+    adapter::installed()->attachOutOfMemoryObserver(
+        [call](std::int64_t device, std::size_t size, std::size_t total, std::size_t free) {
+          const py::gil_scoped_acquire gil;
+          (*call)(device, size, total, free);
+        });
+  });
+  m.def("_sim_watch_rejections", [] {
+    adapter::installed()->attachOomRejectionObserver(
+        [](std::int64_t device, std::size_t size, std::size_t allocated, std::size_t total) {
+          const std::lock_guard<std::mutex> lock(rejections_mu);
+          rejections.emplace_back(device, size, allocated, total);
+        });
+  });
+  m.def("_sim_rejections", [] {
+    const std::lock_guard<std::mutex> lock(rejections_mu);
+    return rejections;
+  });
   py::class_<Tracker>(m, "_SimTracker")
       .def(py::init<>())
       .def("fail_at", &Tracker::fail_at)
