@@ -2,6 +2,7 @@
 #include "adapter/convert.hpp"
 
 #include "adapter/history.hpp"
+#include "adapter/pool_names.hpp"
 #include "base/text.hpp"
 
 namespace gpumemx::adapter {
@@ -60,7 +61,7 @@ std::vector<torch_alloc::SegmentInfo> to_torch(c10::DeviceIndex device,
     segment.stream = reinterpret_cast<void*>(s.stream.native);  // NOLINT: a CUstream
     segment.is_large = !is_small(s.heap);
     segment.is_expandable = !is_plain(s.heap);
-    segment.owner_private_pool_id = mempool_of(device, s.pool);
+    segment.owner_private_pool_id = PoolNames::instance().of(device, s.pool);
     // Orders the segments of a pool in the same way in all processes that did the same.
     segment.registration_counter = static_cast<std::int32_t>(s.serial);
     segment.context_when_allocated = gathered(s.context);
@@ -112,17 +113,6 @@ torch_alloc::AllocatorConfigInfo torch_settings() {
   info.roundup_power2_divisions = Config::roundup_power2_divisions();
   fill_newer(info);
   return info;
-}
-
-c10::MempoolId_t mempool_of(c10::DeviceIndex device, PoolId pool) {
-  (void)device;
-  return {0, static_cast<c10::CaptureId_t>(pool)};
-}
-
-std::optional<PoolId> pool_of(c10::DeviceIndex device, c10::MempoolId_t pool) {
-  (void)device;
-  if (pool.first != 0) return std::nullopt;
-  return PoolId{pool.second};
 }
 
 std::string out_of_memory_text(c10::DeviceIndex device, const OomVerdict& v) {

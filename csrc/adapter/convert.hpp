@@ -6,7 +6,6 @@
 
 #include <c10/cuda/CUDACachingAllocator.h>
 
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,10 +20,6 @@ std::vector<c10::cuda::CUDACachingAllocator::SegmentInfo> to_torch(c10::DeviceIn
 
 // torch's settings, for its snapshots: gpumemx.settings() tells which of them have work left.
 c10::cuda::CUDACachingAllocator::AllocatorConfigInfo torch_settings();
-
-// The names of one device's private pools. Takes no lock: trackers of events need them.
-c10::MempoolId_t mempool_of(c10::DeviceIndex device, PoolId pool);
-std::optional<PoolId> pool_of(c10::DeviceIndex device, c10::MempoolId_t pool);
 
 // torch's own first sentences, which tools match, then why.
 std::string out_of_memory_text(c10::DeviceIndex device, const OomVerdict& verdict);

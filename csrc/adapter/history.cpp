@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "adapter/convert.hpp"
+#include "adapter/pool_names.hpp"
 
 namespace gpumemx::adapter {
 
@@ -132,7 +133,7 @@ TraceEntry trace_entry(c10::DeviceIndex device, const HistoryEvent& e) {
           e.address.n,
           e.size.n,
           reinterpret_cast<void*>(e.stream.native),  // NOLINT: a CUstream
-          mempool_of(device, e.pool),
+          PoolNames::instance().of(device, e.pool),
           static_cast<c10::approx_time_t>(e.time),
           gathered(e.context),
           compiled ? remark->compile_context : "N/A",
@@ -143,6 +144,13 @@ TraceEntry trace_entry(c10::DeviceIndex device, const HistoryEvent& e) {
 
 std::shared_ptr<c10::GatheredContext> gathered(const std::shared_ptr<const void>& context) {
   return context == nullptr ? nullptr : static_cast<const Held*>(context.get())->stack;
+}
+
+MemoryHistory::MemoryHistory(DeviceRegistry& devices) : devices_(devices) {
+  for (std::size_t i = 0; i < listeners_.size(); ++i) {
+    listeners_[i].owner = this;
+    listeners_[i].device = static_cast<c10::DeviceIndex>(i);
+  }
 }
 
 // --- scopes
@@ -244,16 +252,15 @@ void MemoryHistory::apply_to_all(bool keep) {
 }
 
 void MemoryHistory::apply(int index, Device& device, bool keep) {
-  Listener& listener = listeners_[static_cast<std::size_t>(index)];
   Rings rings;
   {
     MutexLock lock(mu_);
     rings = rings_;
-    listener.owner = this;
-    listener.device = static_cast<c10::DeviceIndex>(index);
   }
   device.allocator->record_history(rings.capacity, &approximate_time, rings.rules, keep);
-  if (trackers_.load() != nullptr) device.allocator->listen(&listener, &approximate_time);
+  if (trackers_.load() != nullptr) {
+    device.allocator->listen(&listeners_[static_cast<std::size_t>(index)], &approximate_time);
+  }
 }
 
 void MemoryHistory::Listener::on_event(const HistoryEvent& event) {
@@ -319,7 +326,7 @@ std::shared_ptr<c10::GatheredContext> MemoryHistory::context_of(const void* ptr)
   return block ? gathered(block->context) : nullptr;
 }
 
-void MemoryHistory::snapshot(c10::MempoolId_t pool, bool include_traces,
+void MemoryHistory::snapshot(const PoolOf& only_pool, bool include_traces,
                              torch_alloc::SnapshotInfo& out) {
   const int devices = devices_.device_count();
   if (include_traces) out.device_traces.resize(static_cast<std::size_t>(devices));
@@ -343,8 +350,8 @@ void MemoryHistory::snapshot(c10::MempoolId_t pool, bool include_traces,
     if (device == nullptr) continue;
     const auto index = static_cast<c10::DeviceIndex>(i);
     std::optional<PoolId> only;
-    if (pool != c10::MempoolId_t{0, 0}) {
-      only = pool_of(index, pool);
+    if (only_pool) {
+      only = only_pool(index);
       if (!only) continue;  // this device has nothing of it
     }
     const MemoryLayout layout = device->allocator->layout(only);

@@ -20,6 +20,7 @@
 #include <array>
 #include <atomic>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -40,7 +41,7 @@ std::shared_ptr<c10::GatheredContext> gathered(const std::shared_ptr<const void>
 
 class MemoryHistory {
  public:
-  explicit MemoryHistory(DeviceRegistry& devices) : devices_(devices) {}
+  explicit MemoryHistory(DeviceRegistry& devices);
   MemoryHistory(const MemoryHistory&) = delete;
   MemoryHistory& operator=(const MemoryHistory&) = delete;
 
@@ -69,8 +70,10 @@ class MemoryHistory {
   // Where the live block at `ptr` was allocated, or null.
   std::shared_ptr<c10::GatheredContext> context_of(const void* ptr) const;
 
-  // Segments of one pool or, for {0, 0}, of all; traces and marks always of everything.
-  void snapshot(c10::MempoolId_t pool, bool include_traces, torch_alloc::SnapshotInfo& out)
+  // Segments of all pools or, where it is given, of the one that `only_pool` names for each device (or
+  // of none); traces and marks always of everything.
+  using PoolOf = std::function<std::optional<PoolId>(c10::DeviceIndex device)>;
+  void snapshot(const PoolOf& only_pool, bool include_traces, torch_alloc::SnapshotInfo& out)
       GPUMEMX_EXCLUDES(marks_mu_);
 
  private:

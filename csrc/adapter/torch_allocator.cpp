@@ -411,7 +411,9 @@ void* TorchAllocator::getBaseAllocation(void* ptr, std::size_t* size) {
 torch_alloc::SnapshotInfo TorchAllocator::snapshot(c10::MempoolId_t pool, bool include_traces) {
   torch_alloc::SnapshotInfo info;
   info.config_metadata = torch_settings();
-  history_.snapshot(pool, include_traces, info);
+  MemoryHistory::PoolOf only;
+  if (pool != c10::MempoolId_t{0, 0}) only = [](c10::DeviceIndex) { return std::nullopt; };
+  history_.snapshot(only, include_traces, info);
   return info;
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the tests of the memory history look at in a snapshot. Runs inside of the tested programs too.
+"""What the tests of the memory history look at in a snapshot; used inside of tested programs too.
 
 The schema is that of torch 2.11's own snapshots (taken with its allocator), and what later minors
 added to it.
