@@ -167,28 +167,14 @@ Cause MemoryHistory::gather(torch_alloc::RecordContext level) const {
   return cause;
 }
 
-void Because::enter(const MemoryHistory& history, torch_alloc::RecordContext level) {
-  cause_ = history.gather(level);
-  scope_.emplace(cause_);
-}
-
-Because::Because(const MemoryHistory& history, torch_alloc::RecordContext level,
-                 std::string metadata) {
-  cause_ = history.gather(level);
-  const auto* here = static_cast<const Remark*>(cause_.remark.get());
-  cause_.remark = std::make_shared<const Remark>(
-      Remark{here == nullptr ? "" : here->compile_context, std::move(metadata)});
-  scope_.emplace(cause_);
-}
-
-std::exception_ptr Because::take_failure() {
+std::exception_ptr Because::take() {
   const std::unique_ptr<std::exception_ptr> failure(std::exchange(failure_here, nullptr));
   return failure == nullptr ? nullptr : *failure;
 }
 
 void Because::leave() {
-  scope_.reset();
-  const std::exception_ptr failure = take_failure();
+  open_.reset();
+  const std::exception_ptr failure = take();
   if (failure == nullptr) return;
   try {
     std::rethrow_exception(failure);
@@ -311,7 +297,11 @@ std::string MemoryHistory::user_metadata() {
 void MemoryHistory::annotate(const void* ptr, const std::string& metadata) {
   if (!watching() || devices_.is_shut_down()) return;
   const int device = devices_.owner_of(address_of(ptr));
-  const Because because(*this, torch_alloc::RecordContext::ALLOC, metadata);
+  Cause cause = gather(torch_alloc::RecordContext::ALLOC);
+  const auto* said = static_cast<const Remark*>(cause.remark.get());
+  cause.remark = std::make_shared<const Remark>(
+      Remark{said == nullptr ? "" : said->compile_context, metadata});
+  const Because because(std::move(cause));
   TORCH_CHECK(device >= 0 && devices_.if_open(device)->allocator->annotate(address_of(ptr)),
               "annotateMemory: no live allocation found at pointer ", ptr);
 }

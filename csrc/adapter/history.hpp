@@ -117,27 +117,32 @@ class MemoryHistory {
 class Because {
  public:
   Because(const MemoryHistory& history, torch_alloc::RecordContext level) {
-    if (C10_UNLIKELY(history.watching())) enter(history, level);
+    if (C10_UNLIKELY(history.watching())) open_.emplace(history.gather(level));
   }
   ~Because() {
-    if (C10_UNLIKELY(scope_.has_value())) leave();
+    if (C10_UNLIKELY(open_.has_value())) leave();
   }
   Because(const Because&) = delete;
   Because& operator=(const Because&) = delete;
 
-  const std::shared_ptr<const void>& context() const { return cause_.context; }
+  std::shared_ptr<const void> context() const { return open_ ? open_->cause.context : nullptr; }
   // What a tracker threw meanwhile, or null. Asked for, it is the caller's to rethrow; otherwise it
   // is written to the log.
-  std::exception_ptr take_failure();
+  std::exception_ptr take_failure() const { return C10_LIKELY(!open_) ? nullptr : take(); }
 
  private:
   friend class MemoryHistory;
-  Because(const MemoryHistory& history, torch_alloc::RecordContext level, std::string metadata);
-  void enter(const MemoryHistory& history, torch_alloc::RecordContext level);
+  struct Open {
+    explicit Open(Cause why) : cause(std::move(why)), scope(cause) {}
+    const Cause cause;
+    const CauseScope scope;
+  };
+
+  explicit Because(Cause cause) { open_.emplace(std::move(cause)); }
+  static std::exception_ptr take();
   void leave();
 
-  Cause cause_;
-  std::optional<CauseScope> scope_;
+  std::optional<Open> open_;
 };
 
 }  // namespace gpumemx::adapter

@@ -133,7 +133,7 @@ bool TorchAllocator::is_torch_stream(c10::DeviceIndex device, cudaStream_t strea
 void* TorchAllocator::allocate_on(c10::DeviceIndex device, std::size_t nbytes,
                                   const StreamInfo& stream) {
   gpumemx::DeviceAllocator& allocator = *open(device).allocator;
-  Because because(history_, torch_alloc::RecordContext::STATE);
+  const Because because(history_, torch_alloc::RecordContext::STATE);
   AllocResult result = allocator.allocate({{nbytes},
                                            stream,
                                            kDefaultPool,

@@ -36,7 +36,7 @@ void DeviceRegistry::set_device_count(int count) {
 
 void DeviceRegistry::apply_to_all(Setup setup) {
   MutexLock lock(mu_);
-  for (int i = 0; i < kMaxDevices; ++i) {
+  for (int i = 0; i < kMaxDevices && setup; ++i) {
     if (Device* device = if_open(i)) setup(i, *device);
   }
   setup_ = std::move(setup);

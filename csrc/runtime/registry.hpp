@@ -50,8 +50,8 @@ class DeviceRegistry {
   int device_count() const { return count_.load(std::memory_order_acquire); }
 
   // Calls `setup` with every device: now with those that are open, in turn, and later with each that
-  // is opened, before anybody else can use it. Replaces the setup of an earlier call. It is called
-  // under the registry's lock, and must not use the registry.
+  // is opened, before anybody else can use it. Replaces the setup of an earlier call; null for none.
+  // It is called under the registry's lock, and must not use the registry.
   using Setup = std::function<void(int index, Device& device)>;
   void apply_to_all(Setup setup) GPUMEMX_EXCLUDES(mu_);
 
