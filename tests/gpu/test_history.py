@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from torch_tools import program, why_no_adapter  # noqa: E402
 def why_no_device() -> str:
     if reason := why_no_adapter():
         return reason
-    import torch
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a machine without a device, and of other packages
+        import torch
 
-    return "" if torch.cuda.is_available() else "there is no CUDA device"
+        return "" if torch.cuda.is_available() else "there is no CUDA device"
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
