@@ -56,8 +56,10 @@ if [ "$with_python" = ON ] && [ -d tests/python ] && "$python" -c 'import pytest
   say "Python tests that need a device"
   cp -r python/gpumemx "$build/python/"
   rc=0
+  folders=(tests/python)
+  "$python" -c 'import torch' 2>/dev/null && folders+=(tests/gpu)  # all of those are about torch
   PYTHONPATH="$build/python" PYTHONDONTWRITEBYTECODE=1 "$python" -m pytest -q -m gpu \
-    -p no:cacheprovider --junitxml "$results/python.xml" || rc=$?
+    -p no:cacheprovider --junitxml "$results/python.xml" "${folders[@]}" || rc=$?
   [ "$rc" -eq 0 ] || [ "$rc" -eq 5 ] || failed=$((failed + 1))  # 5: there are none
 fi
 

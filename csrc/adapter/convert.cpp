@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "adapter/convert.hpp"
 
+#include "adapter/history.hpp"
+#include "adapter/pool_names.hpp"
 #include "base/text.hpp"
 
 namespace gpumemx::adapter {
-
-namespace torch_alloc = c10::cuda::CUDACachingAllocator;
 
 namespace {
 
@@ -16,6 +16,14 @@ void copy(const StatArray& from, c10::CachingAllocator::StatArray& to) {
     to[i].peak = from.part[i].peak;
     to[i].allocated = from.part[i].allocated;
     to[i].freed = from.part[i].freed();
+  }
+}
+
+// Fields that not every torch has.
+template <class DeviceStats>
+void fill_newer(DeviceStats& out, const Stats& stats) {
+  if constexpr (requires { out.num_oom_rejections; }) {
+    out.num_oom_rejections = static_cast<std::int64_t>(stats.num_oom_rejections);
   }
 }
 
@@ -38,49 +46,83 @@ torch_alloc::DeviceStats to_torch(const Stats& stats) {
   out.num_device_alloc = static_cast<std::int64_t>(stats.num_device_alloc);
   out.num_device_free = static_cast<std::int64_t>(stats.num_device_free);
   out.max_split_size = -1;  // torch's own value for "not limited"
+  fill_newer(out, stats);
   return out;
 }
 
 std::vector<torch_alloc::SegmentInfo> to_torch(c10::DeviceIndex device,
-                                               const std::vector<BlockInfo>& blocks) {
+                                               const MemoryLayout& layout) {
   std::vector<torch_alloc::SegmentInfo> segments;
-  const BlockInfo* before = nullptr;
-  for (const BlockInfo& b : blocks) {
-    const bool goes_on = before != nullptr && before->address + before->size == b.address &&
-                         before->stream == b.stream && before->pool == b.pool &&
-                         before->heap == b.heap && !is_plain(b.heap);
-    const bool same_plain = before != nullptr && is_plain(b.heap) && before->heap == b.heap &&
-                            before->segment == b.segment;
-    if (!goes_on && !same_plain) {
-      torch_alloc::SegmentInfo segment;
-      segment.device = device;
-      segment.address = b.address.n;
-      segment.stream = reinterpret_cast<void*>(b.stream.native);  // NOLINT: a CUstream
-      segment.is_large = !is_small(b.heap);
-      segment.is_expandable = !is_plain(b.heap);
-      segment.owner_private_pool_id = {0, static_cast<c10::CaptureId_t>(b.pool)};
-      segment.registration_counter = static_cast<std::int32_t>(segments.size());
-      segments.push_back(std::move(segment));
+  segments.reserve(layout.segments.size());
+  for (const SegmentInfo& s : layout.segments) {
+    torch_alloc::SegmentInfo& segment = segments.emplace_back();
+    segment.device = device;
+    segment.address = s.range.begin.n;
+    segment.stream = reinterpret_cast<void*>(s.stream.native);  // NOLINT: a CUstream
+    segment.is_large = !is_small(s.heap);
+    segment.is_expandable = !is_plain(s.heap);
+    segment.owner_private_pool_id = PoolNames::instance().of(device, s.pool);
+    // Orders the segments of a pool in the same way in all processes that did the same.
+    segment.registration_counter = static_cast<std::int32_t>(s.serial);
+    segment.context_when_allocated = gathered(s.context);
+    segment.blocks.reserve(s.count);
+    for (std::size_t i = s.first; i < s.first + s.count; ++i) {
+      const BlockInfo& b = layout.blocks[i];
+      torch_alloc::BlockInfo& block = segment.blocks.emplace_back();
+      block.size = b.size.n;
+      block.requested_size = b.requested.n;
+      block.allocated = b.state == BlockState::kLive;
+      block.active = b.state != BlockState::kReady;
+      block.context_when_allocated = gathered(b.context);
+      segment.total_size += block.size;
+      if (block.allocated) segment.allocated_size += block.size;
+      if (block.active) {
+        segment.active_size += block.size;
+        segment.requested_size += block.requested_size;
+      }
     }
-    torch_alloc::SegmentInfo& segment = segments.back();
-    torch_alloc::BlockInfo block;
-    block.size = b.size.n;
-    block.requested_size = b.requested.n;
-    block.allocated = b.state == BlockState::kLive;
-    block.active = b.state != BlockState::kReady;
-    segment.total_size += block.size;
-    if (block.allocated) segment.allocated_size += block.size;
-    if (block.active) {
-      segment.active_size += block.size;
-      segment.requested_size += block.requested_size;
-    }
-    segment.blocks.push_back(std::move(block));
-    before = &b;
   }
   return segments;
 }
 
+namespace {
+
+// Fields that not every torch has.
+template <class Settings, class Config = c10::CachingAllocator::AcceleratorAllocatorConfig>
+void fill_newer(Settings& settings) {
+  if constexpr (requires { settings.max_round_threshold; }) {
+    settings.max_round_threshold = Config::pinned_max_round_threshold();
+    settings.max_cached_size = Config::pinned_max_cached_size();
+  }
+}
+
+}  // namespace
+
+torch_alloc::AllocatorConfigInfo torch_settings() {
+  using Config = c10::CachingAllocator::AcceleratorAllocatorConfig;
+  using CudaConfig = torch_alloc::CUDAAllocatorConfig;
+  torch_alloc::AllocatorConfigInfo info{};
+  info.garbage_collection_threshold = Config::garbage_collection_threshold();
+  info.max_split_size = Config::max_split_size();
+  info.pinned_num_register_threads = CudaConfig::pinned_num_register_threads();
+  info.expandable_segments = Config::use_expandable_segments();
+  info.release_lock_on_malloc = CudaConfig::release_lock_on_cudamalloc();
+  info.pinned_use_host_register = CudaConfig::pinned_use_cuda_host_register();
+  info.graph_capture_record_stream_reuse = CudaConfig::graph_capture_record_stream_reuse();
+  info.last_allocator_settings = c10::CachingAllocator::getAllocatorSettings();
+  info.roundup_power2_divisions = Config::roundup_power2_divisions();
+  fill_newer(info);
+  return info;
+}
+
 std::string out_of_memory_text(c10::DeviceIndex device, const OomVerdict& v) {
+  if (v.rejected) {
+    return "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
+           "per_process_memory_fraction limit. Requested size: " +
+           format_bytes(v.requested) + " (GPU " + std::to_string(static_cast<int>(device)) + ", " +
+           format_bytes(v.reserved) + " reserved of " + format_bytes(v.cap) +
+           " allowed). Set throw_on_cudamalloc_oom:false to disable. [gpumemx] " + v.text();
+  }
   std::string text = "CUDA out of memory. Tried to allocate " + format_bytes(v.requested) +
                      ". GPU " + std::to_string(static_cast<int>(device));
   if (v.device_known) {

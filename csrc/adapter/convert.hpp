@@ -15,9 +15,11 @@ namespace gpumemx::adapter {
 
 c10::cuda::CUDACachingAllocator::DeviceStats to_torch(const Stats& stats);
 
-// A segment is a contiguous run of memory of one heap.
-std::vector<c10::cuda::CUDACachingAllocator::SegmentInfo> to_torch(
-    c10::DeviceIndex device, const std::vector<BlockInfo>& blocks);
+std::vector<c10::cuda::CUDACachingAllocator::SegmentInfo> to_torch(c10::DeviceIndex device,
+                                                                   const MemoryLayout& layout);
+
+// torch's settings, for its snapshots: gpumemx.settings() tells which of them have work left.
+c10::cuda::CUDACachingAllocator::AllocatorConfigInfo torch_settings();
 
 // torch's own first sentences, which tools match, then why.
 std::string out_of_memory_text(c10::DeviceIndex device, const OomVerdict& verdict);

@@ -41,6 +41,7 @@ void chain_parser_hook() {
   auto before = TorchConfig::getConfigParserHook();
   TorchConfig::getConfigParserHook() = [before](const std::string& text) {
     if (before) before(text);
+    if (TorchAllocator* allocator = installed()) allocator->read_torch_settings();
     Shown& s = shown();
     MutexLock lock(s.mu);
     // Allocators that are open keep the options that they were opened with.

@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 
 #include <algorithm>
 #include <array>
@@ -46,6 +47,16 @@ bool environment_is_set(const char* name) {
   return value != nullptr && value[0] != '\0' && std::string(value) != "0";
 }
 
+// From torch 2.12 on.
+template <class Config>
+bool throws_above_fraction() {
+  if constexpr (requires { Config::throw_on_cudamalloc_oom(); }) {
+    return Config::throw_on_cudamalloc_oom();
+  } else {
+    return false;
+  }
+}
+
 DeviceAddr address_of(const void* ptr) { return {reinterpret_cast<std::uintptr_t>(ptr)}; }
 void* pointer_to(DeviceAddr a) { return reinterpret_cast<void*>(a.n); }  // NOLINT: device memory
 
@@ -53,12 +64,18 @@ void* pointer_to(DeviceAddr a) { return reinterpret_cast<void*>(a.n); }  // NOLI
 
 TorchAllocator::TorchAllocator(DeviceRegistry& devices, torch_alloc::CUDAAllocator* previous)
     : devices_(devices),
+      history_(devices),
       previous_(previous),
       caching_off_by_environment_(environment_is_set("PYTORCH_NO_CUDA_MEMORY_CACHING") ||
                                   environment_is_set("PYTORCH_NO_HIP_MEMORY_CACHING")) {
   TorchAllocator* none = nullptr;
   TORCH_INTERNAL_ASSERT(the_allocator.compare_exchange_strong(none, this),
                         "gpumemx: a second torch allocator in one process");
+  read_torch_settings();
+}
+
+void TorchAllocator::read_torch_settings() {
+  reject_above_cap_ = throws_above_fraction<torch_alloc::CUDAAllocatorConfig>();
 }
 
 // --- allocating and freeing
@@ -115,9 +132,22 @@ bool TorchAllocator::is_torch_stream(c10::DeviceIndex device, cudaStream_t strea
 
 void* TorchAllocator::allocate_on(c10::DeviceIndex device, std::size_t nbytes,
                                   const StreamInfo& stream) {
-  AllocResult result =
-      open(device).allocator->allocate({{nbytes}, stream, kDefaultPool, 0, nullptr});
-  if (C10_UNLIKELY(!result.ok())) raise_out_of_memory(device, *result.failure);
+  gpumemx::DeviceAllocator& allocator = *open(device).allocator;
+  const Because because(history_, torch_alloc::RecordContext::STATE);
+  AllocResult result = allocator.allocate({{nbytes},
+                                           stream,
+                                           kDefaultPool,
+                                           0,
+                                           because.context(),
+                                           reject_above_cap_.load(std::memory_order_relaxed)});
+  if (C10_UNLIKELY(!result.ok())) {
+    if (result.failure->rejected) raise_rejection(device, *result.failure);
+    raise_out_of_memory(device, *result.failure);
+  }
+  if (const std::exception_ptr failure = because.take_failure(); C10_UNLIKELY(failure)) {
+    allocator.free(result.address);  // memory that its tracker could not register is of no use
+    std::rethrow_exception(failure);
+  }
   void* ptr = pointer_to(result.address);
   if (const c10::impl::PyInterpreter* interp = c10::impl::GPUTrace::get_trace();
       C10_UNLIKELY(interp)) {
@@ -182,6 +212,7 @@ void TorchAllocator::raw_delete(void* ptr) {
       C10_UNLIKELY(interp)) {
     (*interp)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<std::uintptr_t>(ptr));
   }
+  const Because because(history_, torch_alloc::RecordContext::ALL);
   if (C10_UNLIKELY(c10::memoryProfilingEnabled())) {
     const auto block = d.allocator->find_block(address_of(ptr));
     if (block && d.allocator->free_if_live(address_of(ptr))) {
@@ -236,7 +267,7 @@ bool TorchAllocator::on_pressure(const PressureInfo& info) {
 
 void TorchAllocator::raise_out_of_memory(c10::DeviceIndex device, const OomVerdict& v) {
   const c10::Device where(c10::kCUDA, device);
-  c10::reportOutOfMemoryToProfiler(static_cast<std::int64_t>(v.requested.n), v.live.n, v.reserved.n,
+  c10::reportOutOfMemoryToProfiler(static_cast<std::int64_t>(v.block.n), v.live.n, v.reserved.n,
                                    where);
   std::vector<torch_alloc::OutOfMemoryObserver> observers;
   {
@@ -255,9 +286,27 @@ void TorchAllocator::attachOutOfMemoryObserver(torch_alloc::OutOfMemoryObserver 
   oom_observers_.push_back(std::move(observer));
 }
 
+// As torch's own: no retries, no out-of-memory observers, no entry in the history.
+void TorchAllocator::raise_rejection(c10::DeviceIndex device, const OomVerdict& v) {
+  std::vector<RejectionObserver> observers;
+  {
+    MutexLock lock(mu_);
+    observers = rejection_observers_;
+  }
+  for (const auto& observer : observers) {
+    try {
+      observer(device, v.block.n, v.reserved.n, v.device_total.n);
+    } catch (const std::exception& error) {
+      LOG(ERROR) << "gpumemx: an observer of rejected allocations failed: " << error.what();
+    }
+  }
+  TORCH_CHECK_WITH(OutOfMemoryError, false, out_of_memory_text(device, v));
+  std::abort();  // not reached
+}
+
 void TorchAllocator::attachOomRejectionObserver(RejectionObserver observer) {
-  // Called only under throw_on_cudamalloc_oom, which gpumemx.settings() lists as not served.
-  (void)observer;
+  MutexLock lock(mu_);
+  rejection_observers_.push_back(std::move(observer));
 }
 
 // --- devices, limits, statistics
@@ -295,6 +344,7 @@ bool TorchAllocator::isEnabled() const { return caching_ && !caching_off_by_envi
 
 void TorchAllocator::emptyCache(c10::MempoolId_t pool) {
   if (pool != c10::MempoolId_t{0, 0}) return;  // there are no private pools
+  const Because because(history_, torch_alloc::RecordContext::ALL);
   for (int i = 0; i < devices_.device_count(); ++i) {
     if (Device* device = devices_.if_open(i)) devices_.empty_cache(*device);
   }
@@ -348,43 +398,62 @@ void* TorchAllocator::getBaseAllocation(void* ptr, std::size_t* size) {
   const int device = devices_.owner_of(address_of(ptr));
   if (device < 0 && previous_ != nullptr) return previous_->getBaseAllocation(ptr, size);
   TORCH_CHECK(device >= 0, "invalid device pointer: ", ptr);
-  for (const auto& segment : to_torch(static_cast<c10::DeviceIndex>(device),
-                                      devices_.if_open(device)->allocator->blocks())) {
-    const auto address = reinterpret_cast<std::uintptr_t>(ptr);
-    if (address < segment.address || address >= segment.address + segment.total_size) continue;
-    if (size != nullptr) *size = segment.total_size;
-    return pointer_to({segment.address});
+  for (const SegmentInfo& segment : devices_.if_open(device)->allocator->layout().segments) {
+    if (!segment.range.contains(address_of(ptr))) continue;
+    if (size != nullptr) *size = segment.range.size.n;
+    return pointer_to(segment.range.begin);
   }
   TORCH_CHECK(false, "invalid device pointer: ", ptr);
 }
 
+// --- history, and what follows the allocator's events
+
 torch_alloc::SnapshotInfo TorchAllocator::snapshot(c10::MempoolId_t pool, bool include_traces) {
-  (void)
-      include_traces;  // there is no history yet; an empty trace a device is torch's way to say so
   torch_alloc::SnapshotInfo info;
-  info.device_traces.resize(static_cast<std::size_t>(devices_.device_count()));
-  if (pool == c10::MempoolId_t{0, 0}) {
-    for (int i = 0; i < devices_.device_count(); ++i) {
-      const Device* device = devices_.if_open(i);
-      if (device == nullptr) continue;
-      for (auto& s : to_torch(static_cast<c10::DeviceIndex>(i), device->allocator->blocks())) {
-        info.segments.push_back(std::move(s));
-      }
-    }
-  }
-  using Config = c10::CachingAllocator::AcceleratorAllocatorConfig;
-  info.config_metadata.max_split_size = Config::max_split_size();
-  info.config_metadata.garbage_collection_threshold = Config::garbage_collection_threshold();
-  info.config_metadata.expandable_segments = Config::use_expandable_segments();
-  info.config_metadata.last_allocator_settings = c10::CachingAllocator::getAllocatorSettings();
-  info.config_metadata.roundup_power2_divisions = Config::roundup_power2_divisions();
-  using CudaConfig = torch_alloc::CUDAAllocatorConfig;
-  info.config_metadata.pinned_num_register_threads = CudaConfig::pinned_num_register_threads();
-  info.config_metadata.release_lock_on_malloc = CudaConfig::release_lock_on_cudamalloc();
-  info.config_metadata.pinned_use_host_register = CudaConfig::pinned_use_cuda_host_register();
-  info.config_metadata.graph_capture_record_stream_reuse =
-      CudaConfig::graph_capture_record_stream_reuse();
+  info.config_metadata = torch_settings();
+  MemoryHistory::PoolOf only;
+  if (pool != c10::MempoolId_t{0, 0}) only = [](c10::DeviceIndex) { return std::nullopt; };
+  history_.snapshot(only, include_traces, info);
   return info;
+}
+
+bool TorchAllocator::isHistoryEnabled() { return history_.recording(); }
+
+void TorchAllocator::recordHistory(bool enabled, torch_alloc::CreateContextFn recorder,
+                                   std::size_t max_entries, torch_alloc::RecordContext when,
+                                   bool clear, const std::vector<std::string>& skip_actions) {
+  history_.record(enabled, recorder, max_entries, when, clear, skip_actions);
+}
+
+void TorchAllocator::recordAnnotation(
+    const std::vector<std::pair<std::string, std::string>>& metadata) {
+  if (!history_.recording()) return;
+  c10::DeviceIndex device = 0;
+  C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
+  history_.add_mark(device, metadata);
+}
+
+void TorchAllocator::pushCompileContext(std::string& context) {
+  MemoryHistory::push_compile_context(context);
+}
+void TorchAllocator::popCompileContext() { MemoryHistory::pop_compile_context(); }
+
+void TorchAllocator::setUserMetadata(const std::string& metadata) {
+  MemoryHistory::set_user_metadata(metadata);
+}
+std::string TorchAllocator::getUserMetadata() { return MemoryHistory::user_metadata(); }
+bool TorchAllocator::supportsUserMetadata() { return true; }
+
+void TorchAllocator::annotateMemory(const void* ptr, const std::string& metadata) {
+  history_.annotate(ptr, metadata);
+}
+
+std::shared_ptr<c10::GatheredContext> TorchAllocator::getContextForPointer(const void* ptr) {
+  return history_.context_of(ptr);
+}
+
+void TorchAllocator::attachAllocatorTraceTracker(torch_alloc::AllocatorTraceTracker tracker) {
+  history_.attach(std::move(tracker));
 }
 
 // --- several devices
@@ -405,11 +474,6 @@ cudaError_t TorchAllocator::memcpyAsync(void* dst, int dst_device, const void* s
     return cudaMemcpyAsync(dst, src, count, cudaMemcpyDeviceToDevice, stream);
   }
   return cudaMemcpyPeerAsync(dst, dst_device, src, src_device, count, stream);
-}
-
-void TorchAllocator::attachAllocatorTraceTracker(torch_alloc::AllocatorTraceTracker tracker) {
-  (void)tracker;
-  TORCH_WARN_ONCE("gpumemx: trace trackers (NCCL's registration of segments) are not called yet");
 }
 
 // --- not there yet
@@ -449,12 +513,6 @@ torch_alloc::ShareableHandle TorchAllocator::shareIpcHandle(void*) {
 }
 std::shared_ptr<void> TorchAllocator::getIpcDevPtr(std::string) {
   not_yet("sharing CUDA tensors with other processes");
-}
-bool TorchAllocator::isHistoryEnabled() { return false; }
-void TorchAllocator::recordHistory(bool enabled, torch_alloc::CreateContextFn, std::size_t,
-                                   torch_alloc::RecordContext, bool,
-                                   const std::vector<std::string>&) {
-  if (enabled) not_yet("the memory history");
 }
 std::shared_ptr<torch_alloc::AllocatorState> TorchAllocator::getCheckpointState(c10::DeviceIndex,
                                                                                 c10::MempoolId_t) {

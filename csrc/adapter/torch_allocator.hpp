@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "adapter/history.hpp"
 #include "base/mutex.hpp"
 #include "core/observer.hpp"
 #include "runtime/registry.hpp"
@@ -37,6 +38,9 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
 
   // Whether there may be blocks that `previous` allocated.
   bool was_late() const { return previous_ != nullptr; }
+
+  // Those of torch's settings that have work here; again when they have changed.
+  void read_torch_settings();
 
   // For tests on a simulated device, where torch has no current device or stream.
   void* allocate_on(c10::DeviceIndex device, std::size_t nbytes, const StreamInfo& stream);
@@ -86,6 +90,11 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   void recordHistory(bool enabled, torch_alloc::CreateContextFn recorder, std::size_t max_entries,
                      torch_alloc::RecordContext when, bool clear,
                      const std::vector<std::string>& skip_actions) override;
+  void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& metadata) override;
+  void pushCompileContext(std::string& context) override;
+  void popCompileContext() override;
+  void setUserMetadata(const std::string& metadata) override;
+  std::string getUserMetadata() override;
   void attachOutOfMemoryObserver(torch_alloc::OutOfMemoryObserver observer) override;
   void attachAllocatorTraceTracker(torch_alloc::AllocatorTraceTracker tracker) override;
   void enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex accessed) override;
@@ -102,8 +111,14 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
       std::function<void(std::int64_t device, std::size_t alloc_size, std::size_t total_allocated,
                          std::size_t device_total)>;
   void attachOomRejectionObserver(RejectionObserver observer);
+  std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* ptr);
   // From torch 2.13 on.
   c10::DataPtr allocateWithAddress(std::size_t nbytes, void* address);
+  // From torch 2.14 on.
+  bool supportsUserMetadata();
+  void annotateMemory(const void* ptr, const std::string& metadata);
+
+  MemoryHistory& memory_history() { return history_; }
 
  private:
   // Observer: what the core asks and tells, with none of its locks held.
@@ -114,15 +129,19 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
                          bool known_permanent);
   bool is_torch_stream(c10::DeviceIndex device, cudaStream_t stream);
   [[noreturn]] void raise_out_of_memory(c10::DeviceIndex device, const OomVerdict& verdict);
+  [[noreturn]] void raise_rejection(c10::DeviceIndex device, const OomVerdict& verdict);
   void report(c10::DeviceIndex device, void* ptr, std::int64_t change);
 
   DeviceRegistry& devices_;
+  MemoryHistory history_;
   torch_alloc::CUDAAllocator* const previous_;
   std::atomic<bool> caching_{true};
+  std::atomic<bool> reject_above_cap_{false};  // throw_on_cudamalloc_oom
   const bool caching_off_by_environment_;
 
   Mutex mu_;  // a leaf
   std::vector<torch_alloc::OutOfMemoryObserver> oom_observers_ GPUMEMX_GUARDED_BY(mu_);
+  std::vector<RejectionObserver> rejection_observers_ GPUMEMX_GUARDED_BY(mu_);
   std::vector<std::uint64_t> torch_streams_ GPUMEMX_GUARDED_BY(mu_);  // native handles, sorted
   std::uint64_t streams_listed_ GPUMEMX_GUARDED_BY(mu_) = 0;          // a bit a device
 };

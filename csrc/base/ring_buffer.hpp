@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// A history of fixed length: when it is full, the oldest entry is overwritten. Memory is taken once,
-// by reset().
+// A history of fixed length: when it is full, the oldest entry is overwritten. Its memory comes in
+// chunks that never move: the first ones at reset(), so that a push finds them there, the others when
+// they are reached, so that a length without a practical limit costs what is used of it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -16,34 +18,67 @@ class RingBuffer {
  public:
   // Drops everything. REQUIRES: capacity >= 1, or 0 for a buffer that is off.
   void reset(std::size_t capacity) {
-    entries_.clear();
-    entries_.shrink_to_fit();
-    entries_.reserve(capacity);
+    chunks_.clear();
+    chunks_.shrink_to_fit();
     capacity_ = capacity;
+    size_ = next_ = 0;
     pushed_ = 0;
+    while (chunks_.size() * kChunk < std::min(capacity, kFirst)) add_chunk();
+  }
+
+  // Another length; the newest entries stay. REQUIRES: capacity >= 1.
+  void resize(std::size_t capacity) {
+    if (capacity == capacity_) return;
+    RingBuffer kept;
+    kept.reset(capacity);
+    for (std::size_t i = size_ - std::min(size_, capacity); i < size_; ++i) {
+      kept.push(std::move(at(slot(i))));
+    }
+    kept.pushed_ = pushed_;
+    *this = std::move(kept);
   }
 
   void push(T entry) {
-    if (entries_.size() < capacity_) {
-      entries_.push_back(std::move(entry));
+    if (size_ < capacity_) {
+      if (next_ == chunks_.size() * kChunk) add_chunk();
+      chunks_[next_ / kChunk].push_back(std::move(entry));
+      ++size_;
     } else {
-      entries_[pushed_ % capacity_] = std::move(entry);
+      at(next_) = std::move(entry);
     }
+    if (++next_ == capacity_) next_ = 0;
     ++pushed_;
   }
 
-  std::size_t size() const { return entries_.size(); }
+  std::size_t size() const { return size_; }
   std::size_t capacity() const { return capacity_; }
-  std::uint64_t overwritten() const { return pushed_ - entries_.size(); }
+  std::uint64_t overwritten() const { return pushed_ - size_; }
 
   // The i-th entry from the oldest that is still here. REQUIRES: i < size().
   const T& operator[](std::size_t i) const {
-    return entries_[entries_.size() < capacity_ ? i : (pushed_ + i) % capacity_];
+    const std::size_t s = slot(i);
+    return chunks_[s / kChunk][s % kChunk];
   }
 
  private:
-  std::vector<T> entries_;
+  static constexpr std::size_t kChunk = 1024;
+  static constexpr std::size_t kFirst = 16 * kChunk;
+
+  std::size_t slot(std::size_t i) const {
+    if (size_ < capacity_) return i;
+    const std::size_t to_the_end = capacity_ - next_;
+    return i < to_the_end ? next_ + i : i - to_the_end;
+  }
+  T& at(std::size_t slot) { return chunks_[slot / kChunk][slot % kChunk]; }
+  void add_chunk() {
+    chunks_.emplace_back();
+    chunks_.back().reserve(std::min(kChunk, capacity_ - (chunks_.size() - 1) * kChunk));
+  }
+
+  std::vector<std::vector<T>> chunks_;
   std::size_t capacity_ = 0;
+  std::size_t size_ = 0;
+  std::size_t next_ = 0;  // the slot of the next entry
   std::uint64_t pushed_ = 0;
 };
 

@@ -246,20 +246,6 @@ void DeviceAllocator::end_capture() {
   if (!shut_down_) close_epochs(/*also_captured=*/true, /*beyond_limit=*/true);
 }
 
-void DeviceAllocator::record_history(std::size_t capacity, History::Clock clock) {
-  MutexLock lock(mu_);
-  books_.history.reset(capacity, clock);
-}
-
-std::vector<HistoryEvent> DeviceAllocator::history() const {
-  MutexLock lock(mu_);
-  const RingBuffer<HistoryEvent>& events = books_.history.events();
-  std::vector<HistoryEvent> out;
-  out.reserve(events.size());
-  for (std::size_t i = 0; i < events.size(); ++i) out.push_back(events[i]);
-  return out;
-}
-
 void DeviceAllocator::add_observer(Observer* observer) {
   MutexLock lock(mu_);
   observers_.push_back(observer);

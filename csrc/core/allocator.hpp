@@ -44,6 +44,8 @@ struct AllocRequest {
   PoolId pool = kDefaultPool;
   std::uint64_t tag = 0;
   std::shared_ptr<const void> context;  // opaque; kept with the block and in the history
+  // What would grow beyond the cap fails at once: nobody is waited for or asked, nothing is freed.
+  bool reject_above_cap = false;
 };
 
 struct [[nodiscard]] AllocResult {
@@ -84,6 +86,30 @@ struct BlockInfo {
   HeapKind heap{};
   DeviceAddr segment;  // plain memory: where its device allocation begins
   std::uint64_t tag = 0;
+  std::shared_ptr<const void> context;
+};
+
+// A contiguous run of memory of one heap: what the map and unmap events of the history add up to, or
+// one plain device allocation. Its blocks, which tile it, are blocks[first .. first + count) of the
+// layout.
+struct SegmentInfo {
+  AddrRange range;
+  StreamRef stream;
+  PoolId pool{};
+  HeapKind heap{};
+  std::uint64_t serial = 0;             // of its addresses: later ones were taken later
+  std::shared_ptr<const void> context;  // of what brought the memory at its begin
+  std::size_t first = 0;
+  std::size_t count = 0;
+};
+
+// Everything at one moment. Blocks that a miss is filling right now are shown as free memory, as far
+// as there is memory.
+struct MemoryLayout {
+  std::vector<SegmentInfo> segments;  // by address
+  std::vector<BlockInfo> blocks;
+  Bytes active;
+  std::uint64_t events = 0;  // how many the history had seen: history(events) led to this layout
 };
 
 class DeviceAllocator {
@@ -147,9 +173,19 @@ class DeviceAllocator {
   void reset_peaks() GPUMEMX_EXCLUDES(mu_);
   void reset_accumulated() GPUMEMX_EXCLUDES(mu_);
 
-  // Starts the history empty with room for `capacity` events, or turns it off with 0.
-  void record_history(std::size_t capacity, History::Clock clock = nullptr) GPUMEMX_EXCLUDES(mu_);
-  std::vector<HistoryEvent> history() const GPUMEMX_EXCLUDES(mu_);
+  // Records the history with room for `capacity` events, or turns it off with 0. It starts empty,
+  // unless it is on already and told to keep what it has.
+  void record_history(std::size_t capacity, History::Clock clock = nullptr,
+                      const HistoryRules& rules = {}, bool keep = false) GPUMEMX_EXCLUDES(mu_);
+  // The events that are kept, of the first `until` that were ever recorded. Copied in slices, so that
+  // nobody waits for long: what is overwritten meanwhile is left out, from the oldest on.
+  std::vector<HistoryEvent> history(std::uint64_t until = ~0ull) const GPUMEMX_EXCLUDES(mu_);
+  // `listener` is told of every event from now on, whether or not the history is recorded; null for
+  // nobody. The caller keeps ownership.
+  void listen(HistoryListener* listener, History::Clock clock = nullptr) GPUMEMX_EXCLUDES(mu_);
+  // Puts a kAnnotate event about the live block at `address` into the history; what is said is in the
+  // thread's Cause. False when there is no such block.
+  bool annotate(DeviceAddr address) GPUMEMX_EXCLUDES(mu_);
 
   // Where the bytes are now; asks the device. REQUIRES: not in a capture of this thread.
   MemoryFigures memory_figures() GPUMEMX_EXCLUDES(mu_);
@@ -161,6 +197,11 @@ class DeviceAllocator {
 
   // Every block that is in use or ready, by address.
   std::vector<BlockInfo> blocks() const GPUMEMX_EXCLUDES(mu_);
+  // The segments and their blocks, of one pool or of all.
+  MemoryLayout layout(std::optional<PoolId> pool = std::nullopt) const GPUMEMX_EXCLUDES(mu_);
+  // Puts a kSnapshot event into the history: somebody has looked and found this much active. Apart
+  // from layout(), so that in a full history it takes the place of no event that is still to be read.
+  void note_snapshot(Bytes active, PoolId pool = kDefaultPool) GPUMEMX_EXCLUDES(mu_);
   // The live block that begins at `address`, or nothing.
   std::optional<BlockInfo> find_block(DeviceAddr address) const GPUMEMX_EXCLUDES(mu_);
 
@@ -254,6 +295,9 @@ class DeviceAllocator {
   std::optional<Error> map_pieces(std::vector<PieceWork>& work) GPUMEMX_REQUIRES(work_mu_);
   bool make_room(const AllocRequest& request, int& attempt, bool& asked)
       GPUMEMX_EXCLUDES(work_mu_, mu_);
+  bool is_rejected(const AllocRequest& request, Bytes size) const GPUMEMX_REQUIRES(mu_) {
+    return request.reject_above_cap && cap() < device_total_ && reserved() + size > cap();
+  }
   AllocResult fail(const AllocRequest& request, Bytes size, const std::optional<Error>& error)
       GPUMEMX_EXCLUDES(work_mu_, mu_);
   bool refresh_capacity(bool only_if_tight) GPUMEMX_REQUIRES(work_mu_);
@@ -291,6 +335,7 @@ class DeviceAllocator {
   Bytes release_idle(Bytes target) GPUMEMX_REQUIRES(work_mu_, mu_);
   Bytes release_idle_plain(Bytes target) GPUMEMX_REQUIRES(work_mu_, mu_);
   MemoryFigures figures() const GPUMEMX_REQUIRES(mu_);
+  void gather_layout(std::optional<PoolId> pool, MemoryLayout& out) const GPUMEMX_REQUIRES(mu_);
   void add_device(MemoryFigures& figures, const std::optional<DeviceMemory>& memory) const;
 
   DeviceDriver& driver_;

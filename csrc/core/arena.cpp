@@ -151,6 +151,7 @@ Region* Arena::take(Bytes size, Heap* heap) {
 
   const AddrRange addresses{range_.begin + kSlot * *first, kSlot * need};
   auto region = std::make_unique<Region>(addresses, heap, /*plain=*/false);
+  region->serial = ++last_serial_;
   for (std::size_t i = 0; i < need; ++i) slots_[*first + i] = region.get();
   next_fit_ = *first + need;
   regions_.push_back(std::move(region));
@@ -159,6 +160,7 @@ Region* Arena::take(Bytes size, Heap* heap) {
 
 Region* Arena::add_plain(AddrRange range, Heap* heap) {
   auto region = std::make_unique<Region>(range, heap, /*plain=*/true);
+  region->serial = ++last_serial_;
   Region* raw = region.get();
   plain_.emplace(range.begin.n, std::move(region));
   return raw;

@@ -71,6 +71,7 @@ struct Region {
   Block* last = nullptr;
   DeviceAddr mapped_end;  // no mapping reaches beyond; may be too high, never too low
   bool plain = false;
+  std::uint64_t serial = 0;                        // of all regions, in the order of their making
   std::vector<std::unique_ptr<PageTable>> tables;  // one a slot; plain: one in all
   ZeroedArray<Mapping*> pages;                     // what is mapped there, by page
 
@@ -125,6 +126,7 @@ class Arena {
   std::size_t next_fit_ = 0;                                // where the last search ended
   std::map<std::uint64_t, std::unique_ptr<Region>> plain_;  // by first address
   std::vector<std::unique_ptr<Region>> regions_;
+  std::uint64_t last_serial_ = 0;
 };
 
 }  // namespace gpumemx

@@ -213,7 +213,7 @@ void Heap::add_segment(AddrRange range, Handle* handle) {
   handle->pinned = true;
   region->set_mapping({range.begin, round_up(range.size, kPage)}, mapping);
   books_.stats.segment.add(handle->small, 1);
-  note(EventKind::kSegmentAlloc, range);
+  note(EventKind::kSegmentAlloc, range, *handle);
   region->first = region->last = add_block(region, range.begin, range.size, BlockState::kReady);
   link(region->first);
 }
@@ -224,7 +224,7 @@ AddrRange Heap::drop_segment(Handle* handle) {
   unlink(region->first);
   region->table(range.begin).clear_block(range.begin);
   books_.blocks.release(region->first);
-  note(EventKind::kSegmentFree, range);
+  note(EventKind::kSegmentFree, range, *handle);
   books_.stats.segment.sub(handle->small, 1);
   books_.handles.remove_mapping(handle->home);
   handle->home = nullptr;
@@ -267,14 +267,16 @@ void Heap::segment_changed(Mapping* mapping, bool comes) {
   const int delta = comes ? 1 - neighbours : neighbours - 1;
   if (delta > 0) books_.stats.segment.add(is_small(kind_), static_cast<std::uint64_t>(delta));
   if (delta < 0) books_.stats.segment.sub(is_small(kind_), static_cast<std::uint64_t>(-delta));
-  note(comes ? EventKind::kSegmentMap : EventKind::kSegmentUnmap,
-       {mapping->begin, mapping->size()});
+  note(comes ? EventKind::kSegmentMap : EventKind::kSegmentUnmap, {mapping->begin, mapping->size()},
+       *mapping->handle);
 }
 
-void Heap::note(EventKind kind, AddrRange range) const {
+void Heap::note(EventKind kind, AddrRange range, Handle& memory) const {
   if (!books_.history.on()) return;
+  const bool comes = kind == EventKind::kSegmentAlloc || kind == EventKind::kSegmentMap;
+  if (comes) memory.context = current_context();
   books_.history.push({kind, range.begin, range.size, set_.timeline->stream().ref, set_.pool,
-                       /*tag=*/0, /*context=*/nullptr});
+                       /*tag=*/0, memory.context});
 }
 
 void Heap::make_home(Mapping* alias) {

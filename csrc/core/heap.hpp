@@ -116,7 +116,7 @@ class Heap {
   void unuse(Block* block, const Stamp* stamp);
   void retire(Handle* handle);  // its last use ended
   void segment_changed(Mapping* mapping, bool comes);
-  void note(EventKind kind, AddrRange range) const;
+  void note(EventKind kind, AddrRange range, Handle& memory) const;
 
   template <class Visit>
   void for_each_mapping(const Block& block, Visit visit) const;

@@ -32,8 +32,70 @@ BlockInfo describe(const Block& b) {
           set.pool,
           b.heap->kind(),
           b.region->plain ? b.region->range.begin : DeviceAddr{},
-          b.use.tag};
+          b.use.tag,
+          b.use.context};
 }
+
+// Cuts the blocks of a region, by address, into segments.
+class LayoutWriter {
+ public:
+  LayoutWriter(MemoryLayout& out, const Region& region) : out_(out), region_(region) {}
+
+  void add(const Block& b) {
+    if (b.state == BlockState::kVoid) {
+      open_ = false;
+    } else if (b.state == BlockState::kFilling) {
+      add_filling(b);
+    } else {
+      if (b.state != BlockState::kReady) out_.active += b.size;
+      append(describe(b));
+    }
+  }
+
+ private:
+  // The driver is at work there: memory stands behind some pages.
+  void add_filling(const Block& b) {
+    BlockInfo part = describe(b);
+    part.state = BlockState::kReady;
+    for (DeviceAddr a = b.begin; a < b.end();) {
+      const Mapping* m = region_.mapping_at(a);
+      const DeviceAddr page_end{a.n / kPage.n * kPage.n + kPage.n};
+      const bool has_memory = m != nullptr && m->is_home();
+      const DeviceAddr to = std::min(b.end(), has_memory ? m->end() : page_end);
+      if (has_memory) {
+        part.address = a;
+        part.size = to - a;
+        append(part);
+      } else {
+        open_ = false;
+      }
+      a = to;
+    }
+  }
+
+  void append(BlockInfo block) {
+    if (!open_) {
+      const Mapping* m = region_.mapping_at(block.address);
+      out_.segments.push_back({{block.address, {}},
+                               block.stream,
+                               block.pool,
+                               block.heap,
+                               region_.serial,
+                               m == nullptr ? nullptr : m->handle->context,
+                               out_.blocks.size(),
+                               0});
+      open_ = true;
+    }
+    SegmentInfo& segment = out_.segments.back();
+    segment.range.size += block.size;
+    ++segment.count;
+    out_.blocks.push_back(std::move(block));
+  }
+
+  MemoryLayout& out_;
+  const Region& region_;
+  bool open_ = false;  // the next block goes on where the last one ended
+};
 
 }  // namespace
 
@@ -129,6 +191,86 @@ std::vector<BlockInfo> DeviceAllocator::blocks() const {
   std::sort(out.begin(), out.end(),
             [](const BlockInfo& a, const BlockInfo& b) { return a.address < b.address; });
   return out;
+}
+
+void DeviceAllocator::gather_layout(std::optional<PoolId> pool, MemoryLayout& out) const {
+  for (const auto& [key, set] : sets_) {
+    if (pool && set->pool != *pool) continue;
+    for (const auto& heap : set->heaps) {
+      if (heap == nullptr) continue;
+      for (const Region* region : heap->regions()) {
+        LayoutWriter writer(out, *region);
+        for (const Block* b = region->first; b != nullptr; b = b->next) writer.add(*b);
+      }
+    }
+  }
+  out.events = books_.history.end();
+}
+
+MemoryLayout DeviceAllocator::layout(std::optional<PoolId> pool) const {
+  MemoryLayout out;
+  // Room for most of it is made without the lock; a free block for every two in use is typical.
+  const auto active = static_cast<std::size_t>(stats().active.all().current);
+  out.blocks.reserve(active + active / 2 + 64);
+  {
+    MutexLock lock(mu_);
+    gather_layout(pool, out);
+  }
+  std::sort(
+      out.segments.begin(), out.segments.end(),
+      [](const SegmentInfo& a, const SegmentInfo& b) { return a.range.begin < b.range.begin; });
+  return out;
+}
+
+void DeviceAllocator::note_snapshot(Bytes active, PoolId pool) {
+  MutexLock lock(mu_);
+  if (books_.history.on()) books_.history.push({EventKind::kSnapshot, {}, active, {}, pool});
+}
+
+void DeviceAllocator::record_history(std::size_t capacity, History::Clock clock,
+                                     const HistoryRules& rules, bool keep) {
+  History history;
+  history.reset(capacity, clock, rules);
+  MutexLock lock(mu_);  // given back before what `history` holds in the end is dropped
+  if (keep && capacity != 0 && books_.history.recording()) {
+    books_.history.change(capacity, clock, rules);
+  } else {
+    books_.history.exchange(history);
+  }
+}
+
+std::vector<HistoryEvent> DeviceAllocator::history(std::uint64_t until) const {
+  constexpr std::uint64_t kSlice = 4096;
+  std::vector<HistoryEvent> out;
+  std::uint64_t next = 0;
+  for (bool first = true;; first = false) {
+    std::uint64_t left = 0;
+    {
+      MutexLock lock(mu_);
+      const History& history = books_.history;
+      next = std::max(next, history.begin());
+      until = std::min(until, history.end());
+      if (next >= until) return out;
+      left = until - next;
+      // The first time only the length is found out: room is made without the lock.
+      const std::uint64_t to = first ? next : next + std::min(left, kSlice);
+      for (; next < to; ++next) out.push_back(history.events()[next - history.begin()]);
+    }
+    if (first) out.reserve(left);
+  }
+}
+
+void DeviceAllocator::listen(HistoryListener* listener, History::Clock clock) {
+  MutexLock lock(mu_);
+  books_.history.set_listener(listener, clock);
+}
+
+bool DeviceAllocator::annotate(DeviceAddr address) {
+  MutexLock lock(mu_);
+  const Block* b = books_.arena.find(address, books_.blocks);
+  if (b == nullptr || b->state != BlockState::kLive) return false;
+  if (books_.history.on()) note(EventKind::kAnnotate, *b);
+  return true;
 }
 
 std::optional<BlockInfo> DeviceAllocator::find_block(DeviceAddr address) const {

@@ -335,6 +335,7 @@ bool DeviceAllocator::make_room(const AllocRequest& request, int& attempt, bool&
     const MutexLock work(work_mu_);
     const MutexLock lock(mu_);
     if (release_doomed()) return true;  // left for maintain(), but wanted now
+    if (is_rejected(request, block_size(request.size))) return false;
   }
   if (attempt == 0) {
     attempt = 1;
@@ -425,8 +426,9 @@ AllocResult DeviceAllocator::fail(const AllocRequest& request, Bytes size,
     add_device(*verdict, memory);
     if (error) verdict->driver_said = error->where + ": " + to_string(error->code);
     verdict->cause = cause_of(*verdict, captures_.load() > 0, gone);
-    ++books_.stats.num_ooms;
-    if (books_.history.on()) {
+    verdict->rejected = is_rejected(request, size);
+    ++(verdict->rejected ? books_.stats.num_oom_rejections : books_.stats.num_ooms);
+    if (books_.history.on() && !verdict->rejected) {
       books_.history.push({EventKind::kOutOfMemory,
                            {verdict->device_free.n},
                            size,

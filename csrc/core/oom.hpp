@@ -52,8 +52,9 @@ struct MemoryFigures {
 
 struct OomVerdict : MemoryFigures {
   OomCause cause{};
-  Bytes requested;  // as asked for
-  Bytes block;      // rounded
+  bool rejected = false;  // as AllocRequest::reject_above_cap asked for: not tried any further
+  Bytes requested;        // as asked for
+  Bytes block;            // rounded
   StreamRef stream;
   PoolId pool{};
   std::string driver_said;  // text of the last driver call that failed; may be empty

@@ -115,6 +115,7 @@ struct Handle {
   std::uint32_t id = 0;
   bool pinned = false;  // in a private pool or a plain segment: never moved while that lives
   bool small = false;   // counts as small in torch's statistics
+  std::shared_ptr<const void> context;  // of what brought it to its home; only with a history
 
   Bytes size() const { return kPage * pages; }
   bool busy() const { return home != nullptr && home->uses > 0; }

@@ -91,6 +91,7 @@ struct Stats {
 
   std::uint64_t num_alloc_retries = 0;  // times a failed request was tried again after freeing
   std::uint64_t num_ooms = 0;
+  std::uint64_t num_oom_rejections = 0;    // AllocRequest::reject_above_cap; not among num_ooms
   std::uint64_t num_sync_all_streams = 0;  // always 0: nothing here waits for the whole device
   std::uint64_t num_device_alloc = 0;      // create and allocate calls that succeeded
   std::uint64_t num_device_free = 0;       // release and free calls
@@ -116,7 +117,8 @@ struct Stats {
     for_each_array([](StatArray& a) {
       for (Stat& s : a.part) s.reset_accumulated();
     });
-    num_alloc_retries = num_ooms = num_sync_all_streams = num_device_alloc = num_device_free = 0;
+    num_alloc_retries = num_ooms = num_oom_rejections = num_sync_all_streams = num_device_alloc =
+        num_device_free = 0;
   }
 };
 

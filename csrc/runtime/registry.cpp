@@ -35,6 +35,14 @@ void DeviceRegistry::set_device_count(int count) {
   }
 }
 
+void DeviceRegistry::apply_to_all(Setup setup) {
+  MutexLock lock(mu_);
+  for (int i = 0; i < kMaxDevices && setup; ++i) {
+    if (Device* device = if_open(i)) setup(i, *device);
+  }
+  setup_ = std::move(setup);
+}
+
 Result<Device*> DeviceRegistry::device(int index) {
   if (Device* open = if_open(index)) return open;
   if (index < 0 || index >= device_count()) {
@@ -63,6 +71,7 @@ Result<Device*> DeviceRegistry::device(int index) {
     device->allocator->set_maintenance_hook([this] { background_.wake(); });
     background_.add(*device->allocator);
   }
+  if (setup_) setup_(index, *device);
   Device* raw = device.release();
   devices_[static_cast<std::size_t>(index)].store(raw, std::memory_order_release);
   return raw;

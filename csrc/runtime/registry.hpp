@@ -52,6 +52,12 @@ class DeviceRegistry {
   void set_device_count(int count);
   int device_count() const { return count_.load(std::memory_order_acquire); }
 
+  // Calls `setup` with every device: now with those that are open, in turn, and later with each that
+  // is opened, before anybody else can use it. Replaces the setup of an earlier call; null for none.
+  // It is called under the registry's lock, and must not use the registry.
+  using Setup = std::function<void(int index, Device& device)>;
+  void apply_to_all(Setup setup) GPUMEMX_EXCLUDES(mu_);
+
   // Opens the device at its first use. Fails with the driver's error.
   Result<Device*> device(int index) GPUMEMX_EXCLUDES(mu_);
   // Never opens anything; null when the device was not used yet.
@@ -96,6 +102,7 @@ class DeviceRegistry {
   Options options_ GPUMEMX_GUARDED_BY(mu_);
   OpenDriver open_ GPUMEMX_GUARDED_BY(mu_);
   Observer* observer_ GPUMEMX_GUARDED_BY(mu_) = nullptr;
+  Setup setup_ GPUMEMX_GUARDED_BY(mu_);
   std::array<std::optional<double>, kMaxDevices> fractions_ GPUMEMX_GUARDED_BY(mu_);
 };
 

@@ -19,7 +19,7 @@ constexpr std::array kTorchKeys{
              "kept: the share of the device's memory that this process may reserve at first."},
     TorchKey{"backend", "kept: gpumemx answers to native, the one value that goes with it."},
     TorchKey{"throw_on_cudamalloc_oom",
-             "not in this version: a request above the limit first frees what it can."},
+             "kept: a request that would grow beyond the memory fraction fails at once."},
     TorchKey{"graph_capture_record_stream_reuse",
              "not in this version: inside a capture nothing is reused by the graph's shape."},
     TorchKey{"max_split_size_mb",

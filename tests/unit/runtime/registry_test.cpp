@@ -6,7 +6,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
+#include <vector>
 
 #include "driver/sim/sim_driver.hpp"
 
@@ -87,6 +89,28 @@ TEST_F(RegistryTest, AFractionCapsADeviceBeforeAndAfterItIsOpened) {
   devices_.set_fraction(3, 0);  // nothing at all: a fraction like any other
   EXPECT_EQ(devices_.fraction(3), 0);
   EXPECT_EQ(device.allocator->cap(), 0_B);
+}
+
+TEST_F(RegistryTest, ASetupIsAppliedToOpenDevicesAndToThoseOpenedLater) {
+  ASSERT_TRUE(devices_.device(6).ok());
+  std::vector<int> first, second;
+  devices_.apply_to_all([&](int index, Device& device) {
+    EXPECT_NE(device.allocator, nullptr);
+    first.push_back(index);
+  });
+  EXPECT_NE(std::find(first.begin(), first.end(), 6), first.end());
+  first.clear();
+  const auto opened = devices_.device(7);
+  ASSERT_TRUE(opened.ok());
+  EXPECT_EQ(first, std::vector<int>{7});
+  devices_.apply_to_all([&](int index, Device& device) {
+    second.push_back(index);
+    EXPECT_EQ(&device == opened.value(), index == 7);
+  });
+  ASSERT_TRUE(devices_.device(8).ok());
+  EXPECT_EQ(first, std::vector<int>{7});
+  EXPECT_EQ(second.back(), 8);
+  devices_.apply_to_all(nullptr);
 }
 
 }  // namespace

@@ -357,7 +357,7 @@ TEST(Settings, SaysWhatBecomesOfTorchsKeys) {
   settings.note_torch("Expandable_Segments", "False", "PYTORCH_CUDA_ALLOC_CONF");
   settings.note_torch("per_process_memory_fraction", "0.5", "PYTORCH_ALLOC_CONF");
   settings.note_torch("pinned_use_background_threads", "True", "PYTORCH_ALLOC_CONF");
-  settings.note_torch("throw_on_cudamalloc_oom", "True", "PYTORCH_ALLOC_CONF");
+  settings.note_torch("graph_capture_record_stream_reuse", "True", "PYTORCH_ALLOC_CONF");
   settings.note_torch("from_the_future", "1", "PYTORCH_ALLOC_CONF");
   settings.note_torch("expandable_segments", "True", "PYTORCH_ALLOC_CONF");
 
