@@ -47,7 +47,7 @@ DeviceAllocator::DeviceAllocator(DeviceDriver& driver, Options options)
 Timeline& DeviceAllocator::timeline(const StreamInfo& stream) {
   auto& line = timelines_[stream.ref.id];
   if (line == nullptr) {
-    line = std::make_unique<Timeline>(stream);
+    line = std::make_unique<Timeline>(stream, captures_.load(std::memory_order_relaxed) > 0);
   }
   list(*line);
   return *line;
@@ -73,7 +73,10 @@ HeapSet& DeviceAllocator::heap_set(const StreamInfo& stream, PoolId pool) {
     if (set->is_private) {
       const auto found = pools_.find(pool);
       GPUMEMX_CHECK(found != pools_.end(), "a request names a private pool that does not exist");
-      set->plain = found->second.options.plain;
+      const PoolOptions& options = found->second.options;
+      set->plain = options.plain || options.whole || options.source != nullptr;
+      set->whole = options.whole;
+      set->source = options.source;
     } else {
       default_sets_.push_back(set.get());
       if (!stream.permanent) ++temporary_sets_;
@@ -98,6 +101,7 @@ Block* DeviceAllocator::take_hit(HeapSet& set, Bytes size, bool any_waste) {
     if (heap == nullptr) return nullptr;
     const auto hit = find_hit(*heap, size, options_.hit_scan);
     if (!hit || (!any_waste && hit->waste > most_waste)) return nullptr;
+    if (set.whole) return heap->take(hit->block, hit->block->begin, hit->block->size);
     return heap->take(hit->block, hit->at, size);
   };
   if (wants_plain(set)) {
@@ -129,7 +133,9 @@ AllocResult DeviceAllocator::allocate(const AllocRequest& request) {
       return hand_out(block, request);
     }
   }
-  return allocate_slow(request, size);
+  AllocResult result = allocate_slow(request, size);
+  hand_back_segments();
+  return result;
 }
 
 AllocResult DeviceAllocator::hand_out(Block* block, const AllocRequest& request) {
@@ -188,6 +194,7 @@ bool DeviceAllocator::take_back(DeviceAddr address, ClosedEpoch& own,
   stats.allocated_bytes.sub(small, block->size.n);
   if (books_.history.on()) note(EventKind::kFreeRequested, *block);
 
+  const bool in_pool = block->heap->set().is_private;
   Timeline* line = block->heap->set().timeline;
   line->note_free(block->size);
   const Stamp freed{line, line->epoch()};
@@ -198,7 +205,7 @@ bool DeviceAllocator::take_back(DeviceAddr address, ClosedEpoch& own,
       other->note_free(block->size);
       const std::uint64_t epoch = other->advance();
       pending.until.push_back({other, epoch});
-      others.push_back({other, epoch});
+      others.push_back({other, epoch, false});
     }
     block->state = BlockState::kPending;
     pending_.push_back(std::move(pending));
@@ -209,7 +216,7 @@ bool DeviceAllocator::take_back(DeviceAddr address, ClosedEpoch& own,
   // A pending block waits for others: an event of its own stream would only be one more to wait for,
   // and can be recorded later if that stream still exists then.
   const bool can_wait = block_is_pending && line->stream().permanent;
-  if (!can_wait && wants_fence(*line)) own = {line, line->advance()};
+  if (!can_wait && wants_fence(*line)) own = {line, line->advance(), in_pool};
   return true;
 }
 
@@ -223,7 +230,7 @@ bool DeviceAllocator::free_if_live(DeviceAddr address) {
     if (!take_back(address, own, others)) return false;
   }
   // A frequent case costs no more than the branch: events are recorded for many frees at once.
-  if (own.line != nullptr) record_fence(*own.line, own.epoch);
+  if (own.line != nullptr) record_fence(*own.line, own.epoch, own.in_pool);
   for (const ClosedEpoch& closed : others) record_fence(*closed.line, closed.epoch);
   return true;
 }

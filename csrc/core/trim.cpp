@@ -9,6 +9,12 @@
 namespace gpumemx {
 
 TrimReport DeviceAllocator::trim(const TrimRequest& request) {
+  const TrimReport report = trim_cache(request);
+  hand_back_segments();
+  return report;
+}
+
+TrimReport DeviceAllocator::trim_cache(const TrimRequest& request) {
   TrimReport report;
   if (shut_down_) return report;
   const RelaxedCapture relaxed(driver_);

@@ -220,16 +220,18 @@ TEST(Settings, PutsHigherSettingsOverLowerOnesAtOnce) {
 
 TEST(Settings, ReachesEveryOptionThatHasAKey) {
   Settings settings;
-  ASSERT_EQ(settings.apply("cap:3GiB,mode:plain,background:true,slack:0.25,max_aliases:3,"
-                           "hit_waste:5MiB,hit_scan:6,price:7.5,price_pages:8.5,overhang:9MiB,"
-                           "tight_from:0.5,tight_price:1.5,tight_handle:16MiB,fence_frees:11,"
-                           "fence_bytes:12MiB,max_fences:13,small_handle:4MiB,rest_handle:2MiB,"
-                           "rest_handle_max:16MiB,big_handle:4MiB,big_handle_max:32MiB",
-                           "GPUMEMX_CONF"),
-            std::nullopt);
+  ASSERT_EQ(
+      settings.apply("cap:3GiB,mode:plain,pool_mode:plain,background:true,slack:0.25,max_aliases:3,"
+                     "hit_waste:5MiB,hit_scan:6,price:7.5,price_pages:8.5,overhang:9MiB,"
+                     "tight_from:0.5,tight_price:1.5,tight_handle:16MiB,fence_frees:11,"
+                     "fence_bytes:12MiB,max_fences:13,small_handle:4MiB,rest_handle:2MiB,"
+                     "rest_handle_max:16MiB,big_handle:4MiB,big_handle_max:32MiB",
+                     "GPUMEMX_CONF"),
+      std::nullopt);
   const Options& o = settings.core();
   EXPECT_EQ(o.cap, 3_GiB);
   EXPECT_TRUE(o.plain);
+  EXPECT_TRUE(o.plain_pools);
   EXPECT_TRUE(o.background);
   EXPECT_EQ(o.slack, 0.25);
   EXPECT_EQ(o.max_aliases, 3);
@@ -298,7 +300,7 @@ TEST(Settings, DescribesTheKeysInTheOrderOfTheList) {
 TEST(Settings, AgreesWithTheCoreOnWhatIsInRange) {
   const struct {
     const char* key;
-    double Options::* field;
+    double Options::*field;
     double inside[2];
     double outside[2];
   } cases[] = {
