@@ -41,6 +41,8 @@ void delete_uncached(void* ptr) {
   std::abort();  // not reached; the macro throws
 }
 
+constexpr int kStreamsPerPool = 32;  // torch's own number
+
 bool environment_is_set(const char* name) {
   const char* value = std::getenv(name);
   return value != nullptr && value[0] != '\0' && std::string(value) != "0";
@@ -99,7 +101,6 @@ bool TorchAllocator::is_torch_stream(c10::DeviceIndex device, cudaStream_t strea
   if (stream == cudaStreamPerThread) return false;  // a stream of its own for each thread
   MutexLock lock(mu_);
   if ((streams_listed_ >> device & 1) == 0) {
-    constexpr int kStreamsPerPool = 32;
     for (const bool high_priority : {false, true}) {
       for (int i = 0; i < kStreamsPerPool; ++i) {
         torch_streams_.push_back(reinterpret_cast<std::uintptr_t>(
@@ -115,9 +116,21 @@ bool TorchAllocator::is_torch_stream(c10::DeviceIndex device, cudaStream_t strea
 
 void* TorchAllocator::allocate_on(c10::DeviceIndex device, std::size_t nbytes,
                                   const StreamInfo& stream) {
-  AllocResult result =
-      open(device).allocator->allocate({{nbytes}, stream, kDefaultPool, 0, nullptr});
-  if (C10_UNLIKELY(!result.ok())) raise_out_of_memory(device, *result.failure);
+  gpumemx::DeviceAllocator& core = *open(device).allocator;
+  AllocResult result = [&] {
+    if (C10_LIKELY(!pools_.is_routing(device))) {
+      return core.allocate({{nbytes}, stream, kDefaultPool, 0, nullptr});
+    }
+    const PrivatePools::Use pool =
+        pools_.route(core, device, reinterpret_cast<cudaStream_t>(stream.ref.native));  // NOLINT
+    return core.allocate({{nbytes}, stream, pool.pool(), 0, nullptr});
+  }();
+  if (C10_UNLIKELY(!result.ok())) {
+    if (const std::exception_ptr thrown = PrivatePools::take_thrown()) {
+      std::rethrow_exception(thrown);
+    }
+    raise_out_of_memory(device, *result.failure);
+  }
   void* ptr = pointer_to(result.address);
   if (const c10::impl::PyInterpreter* interp = c10::impl::GPUTrace::get_trace();
       C10_UNLIKELY(interp)) {
@@ -294,9 +307,18 @@ void TorchAllocator::enable(bool value) { caching_ = value; }
 bool TorchAllocator::isEnabled() const { return caching_ && !caching_off_by_environment_; }
 
 void TorchAllocator::emptyCache(c10::MempoolId_t pool) {
-  if (pool != c10::MempoolId_t{0, 0}) return;  // there are no private pools
+  const bool everything = pool == c10::MempoolId_t{0, 0};
   for (int i = 0; i < devices_.device_count(); ++i) {
-    if (Device* device = devices_.if_open(i)) (void)device->allocator->trim({});
+    Device* device = devices_.if_open(i);
+    if (device == nullptr || devices_.is_shut_down()) continue;
+    if (everything) {
+      (void)device->allocator->trim({});
+      continue;
+    }
+    // A pool in use keeps its memory: a graph may be replayed on it at any time.
+    const auto id = pools_.find(static_cast<c10::DeviceIndex>(i), pool);
+    const auto info = id ? device->allocator->pool_info(*id) : std::nullopt;
+    if (info && info->users == 0) (void)device->allocator->trim({.pool = *id});
   }
   if (previous_ != nullptr && previous_->initialized()) previous_->emptyCache(pool);
 }
@@ -363,13 +385,19 @@ torch_alloc::SnapshotInfo TorchAllocator::snapshot(c10::MempoolId_t pool, bool i
       include_traces;  // there is no history yet; an empty trace a device is torch's way to say so
   torch_alloc::SnapshotInfo info;
   info.device_traces.resize(static_cast<std::size_t>(devices_.device_count()));
-  if (pool == c10::MempoolId_t{0, 0}) {
-    for (int i = 0; i < devices_.device_count(); ++i) {
-      const Device* device = devices_.if_open(i);
-      if (device == nullptr) continue;
-      for (auto& s : to_torch(static_cast<c10::DeviceIndex>(i), device->allocator->blocks())) {
-        info.segments.push_back(std::move(s));
-      }
+  for (int i = 0; i < devices_.device_count(); ++i) {
+    const Device* device = devices_.if_open(i);
+    if (device == nullptr) continue;
+    const auto index = static_cast<c10::DeviceIndex>(i);
+    std::vector<BlockInfo> blocks = device->allocator->blocks();
+    if (pool != c10::MempoolId_t{0, 0}) {
+      const auto id = pools_.find(index, pool);
+      std::erase_if(blocks, [&](const BlockInfo& b) { return b.pool != id; });
+    }
+    for (auto& s : to_torch(index, blocks)) {
+      const auto owner = static_cast<PoolId>(s.owner_private_pool_id.second);
+      s.owner_private_pool_id = pools_.torch_id(index, owner);
+      info.segments.push_back(std::move(s));
     }
   }
   using Config = c10::CachingAllocator::AcceleratorAllocatorConfig;
@@ -412,37 +440,126 @@ void TorchAllocator::attachAllocatorTraceTracker(torch_alloc::AllocatorTraceTrac
   TORCH_WARN_ONCE("gpumemx: trace trackers (NCCL's registration of segments) are not called yet");
 }
 
+// --- private pools
+
+void TorchAllocator::beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool,
+                                         std::function<bool(cudaStream_t)> filter) {
+  pools_.begin(core(device), device, pool, std::move(filter));
+}
+
+void TorchAllocator::endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool) {
+  if (!devices_.is_shut_down()) pools_.end(core(device), device, pool);
+}
+
+void TorchAllocator::markCaptureBegin(c10::DeviceIndex device) {
+  pools_.mark_capture(core(device), device, true);
+}
+
+void TorchAllocator::markCaptureEnd(c10::DeviceIndex device) {
+  if (!devices_.is_shut_down()) pools_.mark_capture(core(device), device, false);
+}
+
+void TorchAllocator::createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t pool,
+                                        std::shared_ptr<CUDAAllocator> allocator) {
+  if (allocator.get() == this) allocator = nullptr;  // as good as none, and would ask itself
+  pools_.create_or_retain(core(device), device, pool, std::move(allocator));
+}
+
+// Pools die in destructors, also when the process ends: then there is nothing left to do.
+void TorchAllocator::releasePool(c10::DeviceIndex device, c10::MempoolId_t pool) {
+  if (devices_.is_shut_down()) return;
+  if (pools_.ends_graphs(device, pool)) note_torch_streams(device);
+  pools_.release(core(device), device, pool);
+}
+
+// A graph may have been replayed on any stream, and the last release has to wait for all of them. Those
+// that nothing was allocated on are not known yet. (getStreamFromPool: see is_torch_stream().)
+void TorchAllocator::note_torch_streams(c10::DeviceIndex device) {
+  if (c10::cuda::device_count() == 0) return;  // simulated devices
+  Device& d = open(device);
+  const auto note = [&](const c10::cuda::CUDAStream& stream) {
+    d.allocator->note_stream(stream_info(d, device, stream.stream(), true));
+  };
+  note(c10::cuda::getDefaultCUDAStream(device));
+  for (const bool high_priority : {false, true}) {
+    for (int i = 0; i < kStreamsPerPool; ++i) {
+      note(c10::cuda::getStreamFromPool(high_priority, device));
+    }
+  }
+}
+
+int TorchAllocator::getPoolUseCount(c10::DeviceIndex device, c10::MempoolId_t pool) {
+  check_index(device);
+  return pools_.users(device, pool);
+}
+
+void TorchAllocator::setUseOnOOM(c10::DeviceIndex device, c10::MempoolId_t pool, bool use_on_oom) {
+  if (devices_.is_shut_down()) return;
+  const auto id = pools_.find(device, pool);
+  TORCH_CHECK(id || !use_on_oom, "setUseOnOOM: there is no such memory pool");
+  // Every MemPool that dies takes this back, whether it was set or not.
+  if (id && core(device).pool_info(*id)) core(device).set_use_on_oom(*id, use_on_oom);
+}
+
+// Segments are not split, so each block is a device allocation of its own: the pool for memory that is
+// to be registered or shared with cudaIpcGetMemHandle().
+void TorchAllocator::setNoSplit(c10::DeviceIndex device, c10::MempoolId_t pool) {
+  core(device).set_whole(pools_.in_use(device, pool));
+}
+
+bool TorchAllocator::checkPoolLiveAllocations(c10::DeviceIndex device, c10::MempoolId_t pool,
+                                              const std::unordered_set<void*>& expected) {
+  const PoolCheckpoint now = core(device).checkpoint_pool(pools_.in_use(device, pool));
+  return now.live.size() == expected.size() &&
+         std::all_of(now.live.begin(), now.live.end(), [&](const auto& block) {
+           return expected.count(pointer_to(block.address)) != 0;
+         });
+}
+
+namespace {
+
+struct CheckpointState final : torch_alloc::AllocatorState {
+  c10::DeviceIndex device{};
+  c10::MempoolId_t id;
+  PoolCheckpoint pool;
+};
+
+}  // namespace
+
+std::shared_ptr<torch_alloc::AllocatorState> TorchAllocator::getCheckpointState(
+    c10::DeviceIndex device, c10::MempoolId_t pool) {
+  auto state = std::make_shared<CheckpointState>();
+  state->device = device;
+  state->id = pool;
+  state->pool = core(device).checkpoint_pool(pools_.in_use(device, pool));
+  return state;
+}
+
+// What was live is freed and what the checkpoint has is allocated, at the same addresses; torch sorts
+// out which of its tensors owns what, so a block that stays live is in both lists.
+torch_alloc::CheckpointDelta TorchAllocator::setCheckpointPoolState(
+    c10::DeviceIndex device, std::shared_ptr<torch_alloc::AllocatorState> state) {
+  const auto checkpoint = std::dynamic_pointer_cast<CheckpointState>(state);
+  TORCH_CHECK(checkpoint != nullptr && checkpoint->device == device,
+              "setCheckpointPoolState: this is no checkpoint of a memory pool of device ",
+              static_cast<int>(device), " that gpumemx made");
+  TORCH_CHECK(pools_.in_use(device, checkpoint->id) == checkpoint->pool.pool,
+              "setCheckpointPoolState: the memory pool of the checkpoint was released meanwhile");
+  const auto restored = core(device).restore_pool(checkpoint->pool);
+  TORCH_CHECK(restored.ok(), "setCheckpointPoolState: ", restored.error().where);
+  torch_alloc::CheckpointDelta delta;
+  for (const DeviceAddr a : restored.value().freed) delta.ptrs_freed.push_back(pointer_to(a));
+  for (const DeviceAddr a : restored.value().allocated) {
+    void* ptr = pointer_to(a);
+    delta.dataptrs_allocd.emplace_back(ptr, ptr, &delete_block, c10::Device(c10::kCUDA, device));
+  }
+  return delta;
+}
+
 // --- not there yet
 
 c10::DataPtr TorchAllocator::allocateWithAddress(std::size_t, void*) {
   not_yet("allocateWithAddress");
-}
-void TorchAllocator::beginAllocateToPool(c10::DeviceIndex, c10::MempoolId_t,
-                                         std::function<bool(cudaStream_t)>) {
-  not_yet("CUDA graphs and private memory pools");
-}
-void TorchAllocator::endAllocateToPool(c10::DeviceIndex, c10::MempoolId_t) {
-  not_yet("CUDA graphs and private memory pools");
-}
-void TorchAllocator::releasePool(c10::DeviceIndex, c10::MempoolId_t) {
-  not_yet("CUDA graphs and private memory pools");
-}
-int TorchAllocator::getPoolUseCount(c10::DeviceIndex, c10::MempoolId_t) {
-  not_yet("private memory pools");
-}
-void TorchAllocator::createOrIncrefPool(c10::DeviceIndex, c10::MempoolId_t,
-                                        std::shared_ptr<CUDAAllocator>) {
-  not_yet("private memory pools");
-}
-void TorchAllocator::setUseOnOOM(c10::DeviceIndex, c10::MempoolId_t, bool) {
-  not_yet("private memory pools");
-}
-void TorchAllocator::setNoSplit(c10::DeviceIndex, c10::MempoolId_t) {
-  not_yet("private memory pools");
-}
-bool TorchAllocator::checkPoolLiveAllocations(c10::DeviceIndex, c10::MempoolId_t,
-                                              const std::unordered_set<void*>&) {
-  not_yet("private memory pools");
 }
 torch_alloc::ShareableHandle TorchAllocator::shareIpcHandle(void*) {
   not_yet("sharing CUDA tensors with other processes");
@@ -456,15 +573,6 @@ void TorchAllocator::recordHistory(bool enabled, torch_alloc::CreateContextFn, s
                                    const std::vector<std::string>&) {
   if (enabled) not_yet("the memory history");
 }
-std::shared_ptr<torch_alloc::AllocatorState> TorchAllocator::getCheckpointState(c10::DeviceIndex,
-                                                                                c10::MempoolId_t) {
-  not_yet("checkpoints of private memory pools");
-}
-torch_alloc::CheckpointDelta TorchAllocator::setCheckpointPoolState(
-    c10::DeviceIndex, std::shared_ptr<torch_alloc::AllocatorState>) {
-  not_yet("checkpoints of private memory pools");
-}
-
 // torch's own name: programs and torch's own configuration check for it. gpumemx.is_installed()
 // tells the two apart.
 std::string TorchAllocator::name() { return "native"; }

@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "adapter/private_pools.hpp"
 #include "base/mutex.hpp"
 #include "core/observer.hpp"
 #include "runtime/registry.hpp"
@@ -104,6 +105,8 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   void attachOomRejectionObserver(RejectionObserver observer);
   // From torch 2.13 on.
   c10::DataPtr allocateWithAddress(std::size_t nbytes, void* address);
+  void markCaptureBegin(c10::DeviceIndex device);
+  void markCaptureEnd(c10::DeviceIndex device);
 
  private:
   // Observer: what the core asks and tells, with none of its locks held.
@@ -113,6 +116,8 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   StreamInfo stream_info(Device& device, c10::DeviceIndex index, cudaStream_t stream,
                          bool known_permanent);
   bool is_torch_stream(c10::DeviceIndex device, cudaStream_t stream);
+  gpumemx::DeviceAllocator& core(c10::DeviceIndex device) { return *open(device).allocator; }
+  void note_torch_streams(c10::DeviceIndex device);
   [[noreturn]] void raise_out_of_memory(c10::DeviceIndex device, const OomVerdict& verdict);
   void report(c10::DeviceIndex device, void* ptr, std::int64_t change);
 
@@ -120,6 +125,7 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   torch_alloc::CUDAAllocator* const previous_;
   std::atomic<bool> caching_{true};
   const bool caching_off_by_environment_;
+  PrivatePools pools_;
 
   Mutex mu_;  // a leaf
   std::vector<torch_alloc::OutOfMemoryObserver> oom_observers_ GPUMEMX_GUARDED_BY(mu_);
