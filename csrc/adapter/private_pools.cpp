@@ -4,7 +4,6 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
-#include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <utility>
@@ -70,21 +69,29 @@ bool may_capture(cudaStream_t stream) {
   return error != cudaErrorStreamCaptureImplicit;
 }
 
-// A filter that takes a stream which never captures is not one of a capture.
-bool is_of_a_capture(const PrivatePools::Filter& filter) {
+// The stream that the calling thread works on; nothing on simulated devices, where torch has none.
+std::optional<c10::cuda::CUDAStream> current_stream(c10::DeviceIndex device) {
+  if (c10::cuda::device_count() == 0) return std::nullopt;
+  return c10::cuda::getCurrentCUDAStream(device);
+}
+
+// Before a graph's capture begins, no stream is of it. Other filters are true for all streams of a
+// thread, or for the current one.
+bool is_of_a_capture(const PrivatePools::Filter& filter, c10::DeviceIndex device) {
   try {
-    return !filter(cudaStreamPerThread);
+    if (filter(cudaStreamPerThread)) return false;
+    const auto current = current_stream(device);
+    return !current || !filter(current->stream());
   } catch (const std::exception&) {
-    return true;
+    return true;  // asked in a capture of somebody else's
   }
 }
 
 // The current stream, if it will be there for ever: the default one or one of torch's pools.
 std::optional<cudaStream_t> current_permanent_stream(c10::DeviceIndex device) {
-  if (c10::cuda::device_count() == 0) return std::nullopt;  // simulated devices
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device);
-  if (stream.id() != 0 && (stream.id() & 1) == 0) return std::nullopt;
-  return stream.stream();
+  const auto stream = current_stream(device);
+  if (!stream || (stream->id() != 0 && (stream->id() & 1) == 0)) return std::nullopt;
+  return stream->stream();
 }
 
 }  // namespace
@@ -131,7 +138,7 @@ void PrivatePools::close_dead_captures(OnDevice& here, DeviceAllocator& core) {
 
 void PrivatePools::begin(DeviceAllocator& core, c10::DeviceIndex device, c10::MempoolId_t id,
                          Filter filter) {
-  const bool is_capture = is_of_a_capture(filter);
+  const bool is_capture = is_of_a_capture(filter, device);
   OnDevice& here = on(device);
   MutexLock lock(here.mu);
   close_dead_captures(here, core);

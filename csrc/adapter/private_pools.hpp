@@ -11,8 +11,8 @@
 // Routing: torch begins and ends it with an id and a filter on streams; the newest filter that is
 // true wins. A graph's filter is true for the streams of its capture, use_mem_pool()'s for all streams
 // of its thread. The core has to know of captures, and not every torch tells (markCaptureBegin() is
-// there from 2.13 on), so a filter that is false for a stream that never captures counts as a capture
-// from its begin to its end.
+// there from 2.13 on), so a filter that is true for no stream when it comes counts as a capture from
+// its begin to its end.
 //
 // Threads: any. The lock of a device is held while filters run and while the core is called, never
 // while a third party's allocator is.

@@ -11,6 +11,7 @@
 #include "adapter/device_view.hpp"
 #include "adapter/install.hpp"
 #include "base/version.hpp"
+#include "bindings/torch/simulated_pools.hpp"
 #include "driver/sim/sim_driver.hpp"
 #include "monitor/scope.hpp"
 #include "monitor/summary.hpp"
@@ -236,6 +237,7 @@ PYBIND11_MODULE(GPUMEMX_TORCH_MODULE, m) {
       .def("report", &adapter::Scope::report, py::arg("name"), "The figures so far in words.");
 
   bind_simulated(m);
+  bind_simulated_pools(m);
 }
 
 }  // namespace gpumemx::bindings
