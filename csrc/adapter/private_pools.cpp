@@ -117,7 +117,7 @@ PrivatePools::Use PrivatePools::route(DeviceAllocator& core, c10::DeviceIndex de
     const auto pool = here.pools.find(route->id);
     const bool is_there = pool != here.pools.end() && pool->second.users > 0;
     if (!is_there) continue;  // released before its end(): others can't be kept out of it any more
-    return {core, pool->second.core};
+    return {core, pool->second.core, route->is_capture};
   }
   if (capturing && !*capturing) close_dead_captures(here, core);
   return {};

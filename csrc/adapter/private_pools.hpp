@@ -45,17 +45,22 @@ class PrivatePools {
   class Use {
    public:
     Use() = default;
-    Use(DeviceAllocator& core, PoolId pool) : core_(&core), pool_(pool) { core.retain_pool(pool); }
+    Use(DeviceAllocator& core, PoolId pool, bool in_capture)
+        : core_(&core), pool_(pool), in_capture_(in_capture) {
+      core.retain_pool(pool);
+    }
     ~Use() {
       if (core_ != nullptr) core_->release_pool(pool_);
     }
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
     PoolId pool() const { return pool_; }
+    bool in_capture() const { return in_capture_; }
 
    private:
     DeviceAllocator* core_ = nullptr;
     PoolId pool_ = kDefaultPool;
+    bool in_capture_ = false;
   };
 
   // The hot path: whether route() has anything to say.

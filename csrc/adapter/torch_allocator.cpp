@@ -4,6 +4,7 @@
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
@@ -123,7 +124,9 @@ void* TorchAllocator::allocate_on(c10::DeviceIndex device, std::size_t nbytes,
     }
     const PrivatePools::Use pool =
         pools_.route(core, device, reinterpret_cast<cudaStream_t>(stream.ref.native));  // NOLINT
-    return core.allocate({{nbytes}, stream, pool.pool(), 0, nullptr});
+    StreamInfo here = stream;
+    here.capturing = pool.in_capture();
+    return core.allocate({{nbytes}, here, pool.pool(), 0, nullptr});
   }();
   if (C10_UNLIKELY(!result.ok())) {
     if (const std::exception_ptr thrown = PrivatePools::take_thrown()) {
@@ -318,7 +321,8 @@ void TorchAllocator::emptyCache(c10::MempoolId_t pool) {
     // A pool in use keeps its memory: a graph may be replayed on it at any time.
     const auto id = pools_.find(static_cast<c10::DeviceIndex>(i), pool);
     const auto info = id ? device->allocator->pool_info(*id) : std::nullopt;
-    if (info && info->users == 0) (void)device->allocator->trim({.pool = *id});
+    if (!info || info->users > 0) continue;
+    (void)device->allocator->trim({.pool = *id, .wait = info->reserved > info->live});
   }
   if (previous_ != nullptr && previous_->initialized()) previous_->emptyCache(pool);
 }
@@ -476,6 +480,8 @@ void TorchAllocator::releasePool(c10::DeviceIndex device, c10::MempoolId_t pool)
 // that nothing was allocated on are not known yet. (getStreamFromPool: see is_torch_stream().)
 void TorchAllocator::note_torch_streams(c10::DeviceIndex device) {
   if (c10::cuda::device_count() == 0) return;  // simulated devices
+  // They are made at the first call, which would end others' captures in global mode.
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   Device& d = open(device);
   const auto note = [&](const c10::cuda::CUDAStream& stream) {
     d.allocator->note_stream(stream_info(d, device, stream.stream(), true));

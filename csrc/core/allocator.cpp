@@ -47,7 +47,7 @@ DeviceAllocator::DeviceAllocator(DeviceDriver& driver, Options options)
 Timeline& DeviceAllocator::timeline(const StreamInfo& stream) {
   auto& line = timelines_[stream.ref.id];
   if (line == nullptr) {
-    line = std::make_unique<Timeline>(stream, captures_.load(std::memory_order_relaxed) > 0);
+    line = std::make_unique<Timeline>(stream);
   }
   list(*line);
   return *line;
@@ -62,6 +62,7 @@ void DeviceAllocator::list(Timeline& line) {
 HeapSet& DeviceAllocator::heap_set(const StreamInfo& stream, PoolId pool) {
   if (last_set_ != nullptr && last_set_->pool == pool &&
       last_set_->timeline->stream().ref.id == stream.ref.id) {
+    if (!stream.permanent && !stream.capturing) last_set_->timeline->forget_capture();
     return *last_set_;
   }
   auto& set = sets_[{pool, stream.ref.id}];
@@ -82,6 +83,7 @@ HeapSet& DeviceAllocator::heap_set(const StreamInfo& stream, PoolId pool) {
       if (!stream.permanent) ++temporary_sets_;
     }
   }
+  if (!stream.permanent && !stream.capturing) set->timeline->forget_capture();
   last_set_ = set.get();
   return *set;
 }
@@ -134,7 +136,7 @@ AllocResult DeviceAllocator::allocate(const AllocRequest& request) {
     }
   }
   AllocResult result = allocate_slow(request, size);
-  hand_back_segments();
+  (void)hand_back_segments();
   return result;
 }
 
@@ -216,7 +218,8 @@ bool DeviceAllocator::take_back(DeviceAddr address, ClosedEpoch& own,
   // A pending block waits for others: an event of its own stream would only be one more to wait for,
   // and can be recorded later if that stream still exists then.
   const bool can_wait = block_is_pending && line->stream().permanent;
-  if (!can_wait && wants_fence(*line)) own = {line, line->advance(), in_pool};
+  const bool only_in_pool = in_pool && line->open_frees() == 1;
+  if (!can_wait && wants_fence(*line)) own = {line, line->advance(), only_in_pool};
   return true;
 }
 
@@ -250,7 +253,12 @@ bool DeviceAllocator::record_stream(DeviceAddr address, const StreamInfo& stream
 void DeviceAllocator::end_capture() {
   GPUMEMX_CHECK(captures_.fetch_sub(1) > 0, "end_capture() without begin_capture()");
   // What could not be recorded on capturing streams is recorded now, while they surely still exist.
-  if (!shut_down_) close_epochs(/*also_captured=*/true, /*beyond_limit=*/true);
+  if (shut_down_) return;
+  {
+    MutexLock lock(mu_);
+    for (Timeline* line : timeline_list_) line->forget_capture();
+  }
+  close_epochs(/*also_captured=*/true, /*beyond_limit=*/true);
 }
 
 void DeviceAllocator::record_history(std::size_t capacity, History::Clock clock) {

@@ -238,7 +238,7 @@ class DeviceAllocator {
   struct ClosedEpoch {  // for which an event is to be recorded
     Timeline* line = nullptr;
     std::uint64_t epoch = 0;
-    bool in_pool = false;  // what was freed in it is of a private pool
+    bool in_pool = false;  // all that was freed since the last event is of private pools
   };
   struct PendingBlock {
     Block* block;
@@ -324,8 +324,8 @@ class DeviceAllocator {
   std::shared_ptr<SegmentSource> source_of(PoolId pool) const GPUMEMX_EXCLUDES(mu_);
   AllocResult allocate_from_source(SegmentSource& source, const AllocRequest& request, Bytes size)
       GPUMEMX_EXCLUDES(work_mu_, mu_);
-  void release_idle_for(Bytes segment) GPUMEMX_EXCLUDES(work_mu_, mu_);
-  void hand_back_segments() GPUMEMX_EXCLUDES(work_mu_, mu_);
+  void release_idle_down_to(Bytes target) GPUMEMX_EXCLUDES(work_mu_, mu_);
+  bool hand_back_segments() GPUMEMX_EXCLUDES(work_mu_, mu_);
   Block* ready_at(PoolId pool, DeviceAddr begin, Bytes size) GPUMEMX_REQUIRES(mu_);
   bool stands_in(PoolId pool, DeviceAddr begin, Bytes size) const GPUMEMX_REQUIRES(mu_);
   void drop_aliases_in(Heap& heap) GPUMEMX_REQUIRES(work_mu_, mu_);

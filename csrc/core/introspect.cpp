@@ -217,7 +217,7 @@ DeviceAllocator::~DeviceAllocator() {
     return;
   }
   const RelaxedCapture relaxed(driver_);
-  hand_back_segments();
+  (void)hand_back_segments();
   close_epochs();  // frees without an event yet: their work may still run
   // Nobody else is here any more; the driver's answers do not matter: it is the end either way.
   std::vector<EventId> events;

@@ -37,7 +37,6 @@ AllocResult DeviceAllocator::allocate_slow(const AllocRequest& request, Bytes si
   bool asked = false;
   std::optional<Error> error;
   do {
-    hand_back_segments();
     close_epochs();
     MutexLock work(work_mu_);
     poll();
@@ -318,6 +317,7 @@ DeviceAllocator::Served DeviceAllocator::serve_plain(HeapSet& set, Bytes size) {
 // is worth another try.
 bool DeviceAllocator::make_room(const AllocRequest& request, int& attempt, bool& asked) {
   if (shut_down_) return false;
+  if (hand_back_segments()) return true;
   {
     const MutexLock work(work_mu_);
     const MutexLock lock(mu_);
@@ -333,7 +333,7 @@ bool DeviceAllocator::make_room(const AllocRequest& request, int& attempt, bool&
     attempt = 2;
     const MutexLock work(work_mu_);
     const MutexLock lock(mu_);
-    const bool pools = dissolve_released_pools() || !returned_.empty();
+    const bool pools = dissolve_released_pools();
     // Plain segments can't be harvested; they only help by going away.
     const bool plain = captures_.load() == 0 && release_idle_plain({}).n > 0;
     if (pools || plain) {

@@ -130,9 +130,9 @@ AllocResult DeviceAllocator::allocate_from_source(SegmentSource& source,
                                                   const AllocRequest& request, Bytes size) {
   std::optional<Error> error;
   int attempt = 0;
-  bool asked = false, gave_back = false;
+  bool asked = false, is_usual = true, fitted = false, gave_back = false;
   for (;;) {
-    Bytes segment;
+    Bytes segment = round_up(size, kPage);
     bool fits = false;
     {
       const MutexLock work(work_mu_);
@@ -143,13 +143,10 @@ AllocResult DeviceAllocator::allocate_from_source(SegmentSource& source,
         ++books_.stats.paths.hits;
         return hand_out(block, request);
       }
-      segment = set.whole ? round_up(size, kPage)
-                          : plain_segment_size(size, heap_kind(size, true, options_));
-      fits = reserved() + segment <= cap();
-      if (!fits) {  // as small as it can be
-        segment = round_up(size, kPage);
-        fits = reserved() + segment <= cap();
+      if (is_usual && !set.whole) {
+        segment = plain_segment_size(size, heap_kind(size, true, options_));
       }
+      fits = reserved() + segment <= cap();
     }
     if (fits) {
       const auto got = source.allocate(segment);
@@ -176,10 +173,16 @@ AllocResult DeviceAllocator::allocate_from_source(SegmentSource& source,
       error = got.error();
       if (error->code != Errc::kOutOfMemory) break;
     }
-    // What is cached here is of no use to the source unless it goes back to the device.
-    if (!gave_back) {
+    // First the usual segment, then one as small as it can be, then that after giving back what is
+    // cached here: it is of no use to the source unless the device has it.
+    if (is_usual) {
+      is_usual = false;
+    } else if (!fits && !fitted) {
+      fitted = true;
+      release_idle_down_to(cap() > segment ? cap() - segment : Bytes{});
+    } else if (fits && !gave_back) {
       gave_back = true;
-      release_idle_for(segment);
+      release_idle_down_to({});
     } else if (!make_room(request, attempt, asked)) {
       break;
     }
@@ -187,31 +190,32 @@ AllocResult DeviceAllocator::allocate_from_source(SegmentSource& source,
   return fail(request, size, error);
 }
 
-// Gives back what is idle so that `segment` more bytes fit under the cap, or all of it if they do.
-void DeviceAllocator::release_idle_for(Bytes segment) {
+// Gives back what is idle, after waiting for it, until reserved is at most `target`.
+void DeviceAllocator::release_idle_down_to(Bytes target) {
   wait_for_idle_memory();
   {
     const MutexLock work(work_mu_);
     poll();
     const MutexLock lock(mu_);
     dissolve_released_pools();
-    const bool by_cap = reserved() + segment > cap();
-    (void)release_idle(by_cap && cap() > segment ? cap() - segment : Bytes{});
+    (void)release_idle(target);
     ++books_.stats.num_alloc_retries;
   }
-  hand_back_segments();
+  (void)hand_back_segments();
 }
 
-// Segments that are out of the books go to the third parties that made them.
-void DeviceAllocator::hand_back_segments() {
-  if (!has_returned_.load(std::memory_order_relaxed)) return;
+// Segments that are out of the books go to the third parties that made them. False if there are none.
+bool DeviceAllocator::hand_back_segments() {
+  if (!has_returned_.load(std::memory_order_relaxed)) return false;
   std::vector<Returned> returned;
   {
     MutexLock lock(mu_);
     returned.swap(returned_);
     has_returned_ = false;
   }
+  const RelaxedCapture relaxed(driver_);  // they may well call cudaFree()
   for (const Returned& r : returned) r.source->free(r.address);
+  return !returned.empty();
 }
 
 // --- checkpoints

@@ -31,13 +31,12 @@ namespace gpumemx {
 struct StreamInfo {
   StreamRef ref;
   bool permanent = true;
+  bool capturing = false;  // for sure: what is asked for belongs to a capture on this stream
 };
 
 class Timeline {
  public:
-  // `from_capture`: the stream was not seen before a capture that is under way.
-  explicit Timeline(StreamInfo stream, bool from_capture = false)
-      : stream_(stream), is_from_capture_(from_capture) {}
+  explicit Timeline(StreamInfo stream) : stream_(stream), is_from_capture_(stream.capturing) {}
 
   const StreamInfo& stream() const { return stream_; }
   std::uint64_t epoch() const { return epoch_; }
@@ -61,9 +60,11 @@ class Timeline {
   // Whether that was because the stream is capturing: when the capture ends, it still exists.
   bool is_captured() const { return is_captured_; }
   void set_captured(bool captured) { is_captured_ = captured; }
-  // All that the stream did until then may be part of a graph, which runs on other streams, and the
-  // stream may be gone before the capture ends: what is freed in such a capture gets no event.
+  // Seen for the first time in a capture that is under way: all that it did is part of a graph, which
+  // runs on other streams, and it may be gone before the capture ends (torch captures the body of a
+  // conditional node on such a stream). What is freed meanwhile gets no event.
   bool is_from_capture() const { return is_from_capture_; }
+  void forget_capture() { is_from_capture_ = false; }
   void note_epoch_of_its_own(std::uint64_t epoch) { own_epochs_ = epoch; }
   // The last epoch whose work ran on this stream, as far as frees tell.
   std::uint64_t own_epochs() const { return own_epochs_; }

@@ -10,7 +10,7 @@ namespace gpumemx {
 
 TrimReport DeviceAllocator::trim(const TrimRequest& request) {
   const TrimReport report = trim_cache(request);
-  hand_back_segments();
+  (void)hand_back_segments();
   return report;
 }
 

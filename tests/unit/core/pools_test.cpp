@@ -572,7 +572,7 @@ TEST_F(PoolsTest, AStreamThatIsGoneBeforeItsCaptureEndsIsNotTouchedAgain) {
   const PoolId pool = allocator_->create_pool({});
   gpu_.begin_capture(b_.ref, CaptureMode::kGlobal);
   allocator_->begin_capture();
-  const StreamInfo body = temporary(gpu_.new_stream());
+  const StreamInfo body{gpu_.new_stream(), /*permanent=*/false, /*capturing=*/true};
   gpu_.begin_capture(body.ref, CaptureMode::kGlobal);
   free(alloc(20_MiB, body, pool));
   free(alloc(700_B, body, pool));
