@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "adapter/private_pools.hpp"
 
-#include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -58,9 +56,14 @@ std::string text_of(c10::MempoolId_t id) {
   return "(" + std::to_string(id.first) + ", " + std::to_string(id.second) + ")";
 }
 
+}  // namespace
+
+std::exception_ptr PrivatePools::take_thrown() { return std::exchange(thrown, nullptr); }
+
 // False only when it surely does not: then a graph's filter need not be asked (and is not, so that a
 // graph that failed and is gone is not either).
-bool may_capture(cudaStream_t stream) {
+bool PrivatePools::may_capture(cudaStream_t stream) const {
+  if (is_simulated_) return true;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(stream, &status);
   if (error == cudaSuccess) return status != cudaStreamCaptureStatusNone;
@@ -69,15 +72,14 @@ bool may_capture(cudaStream_t stream) {
   return error != cudaErrorStreamCaptureImplicit;
 }
 
-// The stream that the calling thread works on; nothing on simulated devices, where torch has none.
-std::optional<c10::cuda::CUDAStream> current_stream(c10::DeviceIndex device) {
-  if (c10::cuda::device_count() == 0) return std::nullopt;
+std::optional<c10::cuda::CUDAStream> PrivatePools::current_stream(c10::DeviceIndex device) const {
+  if (is_simulated_) return std::nullopt;
   return c10::cuda::getCurrentCUDAStream(device);
 }
 
 // Before a graph's capture begins, no stream is of it. Other filters are true for all streams of a
 // thread, or for the current one.
-bool is_of_a_capture(const PrivatePools::Filter& filter, c10::DeviceIndex device) {
+bool PrivatePools::is_of_a_capture(const Filter& filter, c10::DeviceIndex device) const {
   try {
     if (filter(cudaStreamPerThread)) return false;
     const auto current = current_stream(device);
@@ -86,17 +88,6 @@ bool is_of_a_capture(const PrivatePools::Filter& filter, c10::DeviceIndex device
     return true;  // asked in a capture of somebody else's
   }
 }
-
-// The current stream, if it will be there for ever: the default one or one of torch's pools.
-std::optional<cudaStream_t> current_permanent_stream(c10::DeviceIndex device) {
-  const auto stream = current_stream(device);
-  if (!stream || (stream->id() != 0 && (stream->id() & 1) == 0)) return std::nullopt;
-  return stream->stream();
-}
-
-}  // namespace
-
-std::exception_ptr PrivatePools::take_thrown() { return std::exchange(thrown, nullptr); }
 
 PrivatePools::Use PrivatePools::route(DeviceAllocator& core, c10::DeviceIndex device,
                                       cudaStream_t stream) {
@@ -117,10 +108,17 @@ PrivatePools::Use PrivatePools::route(DeviceAllocator& core, c10::DeviceIndex de
     const auto pool = here.pools.find(route->id);
     const bool is_there = pool != here.pools.end() && pool->second.users > 0;
     if (!is_there) continue;  // released before its end(): others can't be kept out of it any more
+    // Also a pool that use_mem_pool() routes to in the middle of a capture.
+    pool->second.has_graphs = pool->second.has_graphs || captures_are_open(here);
     return {core, pool->second.core, route->is_capture};
   }
   if (capturing && !*capturing) close_dead_captures(here, core);
   return {};
+}
+
+bool PrivatePools::captures_are_open(const OnDevice& here) {
+  return std::any_of(here.routes.begin(), here.routes.end(),
+                     [](const Route& route) { return route.is_capture && !route.is_over; });
 }
 
 // A capture that CUDA calls invalid ends without end() in torch 2.11. While it counts as going on,
@@ -150,14 +148,17 @@ void PrivatePools::begin(DeviceAllocator& core, c10::DeviceIndex device, c10::Me
     here.routes.erase(same);
   }
   Pool& pool = retain(here, core, id, nullptr);
+  pool.has_graphs = pool.has_graphs || is_capture;
   Route route;
   route.id = id;
   route.filter = std::move(filter);
   route.thread = std::this_thread::get_id();
   if (is_capture) {
-    pool.has_graphs = true;
     route.is_capture = true;
-    route.stream = current_permanent_stream(device);
+    const auto stream = current_stream(device);
+    // torch's own are there for ever: the default one, and those of its pools, whose ids are odd.
+    const bool stays = stream && (stream->id() == 0 || (stream->id() & 1) != 0);
+    if (stays) route.stream = stream->stream();
     core.begin_capture();
   }
   here.routes.push_back(std::move(route));
@@ -205,6 +206,7 @@ PrivatePools::Pool& PrivatePools::retain(OnDevice& here, DeviceAllocator& core, 
       options.source = std::make_shared<ThirdPartySource>(std::move(allocator));
     }
     pool = {core.create_pool(std::move(options)), 0, false};
+    const MutexLock ids_lock(here.ids_mu);
     here.ids.resize(static_cast<std::size_t>(pool.core) + 1);
     here.ids.back() = id;
   } else {
@@ -267,7 +269,7 @@ PoolId PrivatePools::in_use(c10::DeviceIndex device, c10::MempoolId_t id) const 
 
 c10::MempoolId_t PrivatePools::torch_id(c10::DeviceIndex device, PoolId pool) const {
   const OnDevice& here = on(device);
-  MutexLock lock(here.mu);
+  const MutexLock lock(here.ids_mu);
   const auto index = static_cast<std::size_t>(pool);
   return index < here.ids.size() ? here.ids[index] : c10::MempoolId_t{0, 0};
 }

@@ -19,6 +19,7 @@
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <array>
 #include <atomic>
@@ -40,6 +41,9 @@ class PrivatePools {
  public:
   using Filter = std::function<bool(cudaStream_t)>;
   using ThirdParty = std::shared_ptr<c10::cuda::CUDACachingAllocator::CUDAAllocator>;
+
+  // `simulated`: on simulated devices torch has no streams, and CUDA is not asked.
+  explicit PrivatePools(bool simulated) : is_simulated_(simulated) {}
 
   // The pool that one allocation goes to; keeps it while it lives.
   class Use {
@@ -86,7 +90,8 @@ class PrivatePools {
   // The core's pool of that id, in use or released; nothing when it is not known there.
   std::optional<PoolId> find(c10::DeviceIndex device, c10::MempoolId_t id) const;
   PoolId in_use(c10::DeviceIndex device, c10::MempoolId_t id) const;  // raises where there is none
-  // The id that a pool of the core's was made for; {0, 0} for the default pool.
+  // The id that a pool of the core's was made for; {0, 0} for the default pool. May be called under
+  // the core's locks.
   c10::MempoolId_t torch_id(c10::DeviceIndex device, PoolId pool) const;
 
  private:
@@ -109,9 +114,10 @@ class PrivatePools {
     mutable Mutex mu;
     std::map<c10::MempoolId_t, Pool> pools GPUMEMX_GUARDED_BY(mu);
     std::vector<Route> routes GPUMEMX_GUARDED_BY(mu);
-    std::vector<c10::MempoolId_t> ids GPUMEMX_GUARDED_BY(mu);  // by the core's id, from 1
     int marked_captures GPUMEMX_GUARDED_BY(mu) = 0;
     std::size_t pruned_at GPUMEMX_GUARDED_BY(mu) = 64;
+    mutable Mutex ids_mu;                                          // a leaf
+    std::vector<c10::MempoolId_t> ids GPUMEMX_GUARDED_BY(ids_mu);  // by the core's id, from 1
   };
 
   OnDevice& on(c10::DeviceIndex device) { return devices_[static_cast<std::size_t>(device)]; }
@@ -121,6 +127,12 @@ class PrivatePools {
   Pool& retain(OnDevice& here, DeviceAllocator& core, c10::MempoolId_t id, ThirdParty allocator)
       GPUMEMX_REQUIRES(here.mu);
   void close_dead_captures(OnDevice& here, DeviceAllocator& core) GPUMEMX_REQUIRES(here.mu);
+  static bool captures_are_open(const OnDevice& here) GPUMEMX_REQUIRES(here.mu);
+  bool may_capture(cudaStream_t stream) const;
+  bool is_of_a_capture(const Filter& filter, c10::DeviceIndex device) const;
+  std::optional<c10::cuda::CUDAStream> current_stream(c10::DeviceIndex device) const;
+
+  const bool is_simulated_;
 
   std::array<OnDevice, DeviceRegistry::kMaxDevices> devices_;
 };

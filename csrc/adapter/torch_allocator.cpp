@@ -54,11 +54,14 @@ void* pointer_to(DeviceAddr a) { return reinterpret_cast<void*>(a.n); }  // NOLI
 
 }  // namespace
 
-TorchAllocator::TorchAllocator(DeviceRegistry& devices, torch_alloc::CUDAAllocator* previous)
+TorchAllocator::TorchAllocator(DeviceRegistry& devices, torch_alloc::CUDAAllocator* previous,
+                               bool simulated)
     : devices_(devices),
       previous_(previous),
       caching_off_by_environment_(environment_is_set("PYTORCH_NO_CUDA_MEMORY_CACHING") ||
-                                  environment_is_set("PYTORCH_NO_HIP_MEMORY_CACHING")) {
+                                  environment_is_set("PYTORCH_NO_HIP_MEMORY_CACHING")),
+      is_simulated_(simulated),
+      pools_(simulated) {
   TorchAllocator* none = nullptr;
   TORCH_INTERNAL_ASSERT(the_allocator.compare_exchange_strong(none, this),
                         "gpumemx: a second torch allocator in one process");
@@ -479,7 +482,7 @@ void TorchAllocator::releasePool(c10::DeviceIndex device, c10::MempoolId_t pool)
 // A graph may have been replayed on any stream, and the last release has to wait for all of them. Those
 // that nothing was allocated on are not known yet. (getStreamFromPool: see is_torch_stream().)
 void TorchAllocator::note_torch_streams(c10::DeviceIndex device) {
-  if (c10::cuda::device_count() == 0) return;  // simulated devices
+  if (is_simulated_) return;
   // They are made at the first call, which would end others' captures in global mode.
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   Device& d = open(device);

@@ -34,7 +34,8 @@ namespace torch_alloc = c10::cuda::CUDACachingAllocator;
 class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer {
  public:
   // `previous` gets every pointer that is not ours: blocks from before a late installation.
-  TorchAllocator(DeviceRegistry& devices, torch_alloc::CUDAAllocator* previous);
+  // `simulated`: the devices are, and torch has no streams.
+  TorchAllocator(DeviceRegistry& devices, torch_alloc::CUDAAllocator* previous, bool simulated);
 
   // Whether there may be blocks that `previous` allocated.
   bool was_late() const { return previous_ != nullptr; }
@@ -125,6 +126,7 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   torch_alloc::CUDAAllocator* const previous_;
   std::atomic<bool> caching_{true};
   const bool caching_off_by_environment_;
+  const bool is_simulated_;
   PrivatePools pools_;
 
   Mutex mu_;  // a leaf
