@@ -70,16 +70,17 @@ only_gpumemx = pytest.mark.skipif(NATIVE, reason="torch's own allocator does not
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """Give every test an empty cache, and check that it leaves no block behind."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+
+    def settle() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # one for each stream that cuBLAS was used on
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+
+    before = settle()
     yield
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    # Libraries (cuBLAS) keep a workspace for each stream that they were first used on.
-    assert torch.cuda.memory_allocated() - before <= 64 * MIB
+    assert settle() - before <= 64 * MIB  # torch's compiler and generators may keep a little
 
 
 def ints(n: int, value: int) -> torch.Tensor:
