@@ -63,5 +63,13 @@ if [ "$with_python" = ON ] && [ -d tests/python ] && "$python" -c 'import pytest
   [ "$rc" -eq 0 ] || [ "$rc" -eq 5 ] || failed=$((failed + 1))  # 5: there are none
 fi
 
+# In a process of their own: they install the allocator before CUDA starts.
+if [ "$with_python" = ON ] && PYTHONPATH="$build/python" "$python" -c \
+  'import pytest; from gpumemx import _adapter; _adapter.load()' 2>/dev/null; then
+  say "graphs and memory pools of torch"
+  PYTHONPATH="$build/python" PYTHONDONTWRITEBYTECODE=1 run "$python" -m pytest -q \
+    -p no:cacheprovider --junitxml "$results/graphs-and-pools.xml" tests/gpu/test_graphs_and_pools.py
+fi
+
 say "summary"
 "$python" tools/test_summary.py --no-skips --failed-steps "$failed" "$results"/*.xml

@@ -133,7 +133,12 @@ std::string out_of_memory_text(c10::DeviceIndex device, const OomVerdict& v) {
   }
   if (v.cap < v.device_total) text += " " + format_bytes(v.cap) + " allowed.";
   text += " Of the allocated memory " + format_bytes(v.live + v.pending) +
-          " is allocated by PyTorch, and " + format_bytes(v.reserved - v.live - v.pending) +
+          " is allocated by PyTorch, ";
+  if (v.in_private_pools.n != 0) {
+    text += "with " + format_bytes(v.in_private_pools) +
+            " allocated in private pools (e.g., CUDA Graphs), ";
+  }
+  text += "and " + format_bytes(v.reserved - v.live - v.pending) +
           " is reserved by PyTorch but unallocated. [gpumemx] ";
   return text + v.text();
 }

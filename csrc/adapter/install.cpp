@@ -99,7 +99,8 @@ std::optional<std::string> install(InstallRequest request) {
   chain_parser_hook();
 
   DeviceRegistry& devices = DeviceRegistry::instance();
-  auto* allocator = new TorchAllocator(devices, started ? before : nullptr);
+  auto* allocator =
+      new TorchAllocator(devices, started ? before : nullptr, request.simulated_devices > 0);
   devices.configure(settings.core(), request.open ? std::move(request.open) : open_cuda, allocator);
   if (fraction < 1) {
     for (int i = 0; i < DeviceRegistry::kMaxDevices; ++i) devices.set_fraction(i, fraction);

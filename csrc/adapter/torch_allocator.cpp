@@ -4,6 +4,7 @@
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
@@ -42,6 +43,8 @@ void delete_uncached(void* ptr) {
   std::abort();  // not reached; the macro throws
 }
 
+constexpr int kStreamsPerPool = 32;  // torch's own number
+
 bool environment_is_set(const char* name) {
   const char* value = std::getenv(name);
   return value != nullptr && value[0] != '\0' && std::string(value) != "0";
@@ -62,12 +65,15 @@ void* pointer_to(DeviceAddr a) { return reinterpret_cast<void*>(a.n); }  // NOLI
 
 }  // namespace
 
-TorchAllocator::TorchAllocator(DeviceRegistry& devices, torch_alloc::CUDAAllocator* previous)
+TorchAllocator::TorchAllocator(DeviceRegistry& devices, torch_alloc::CUDAAllocator* previous,
+                               bool simulated)
     : devices_(devices),
       history_(devices),
       previous_(previous),
       caching_off_by_environment_(environment_is_set("PYTORCH_NO_CUDA_MEMORY_CACHING") ||
-                                  environment_is_set("PYTORCH_NO_HIP_MEMORY_CACHING")) {
+                                  environment_is_set("PYTORCH_NO_HIP_MEMORY_CACHING")),
+      is_simulated_(simulated),
+      pools_(simulated) {
   TorchAllocator* none = nullptr;
   TORCH_INTERNAL_ASSERT(the_allocator.compare_exchange_strong(none, this),
                         "gpumemx: a second torch allocator in one process");
@@ -116,7 +122,6 @@ bool TorchAllocator::is_torch_stream(c10::DeviceIndex device, cudaStream_t strea
   if (stream == cudaStreamPerThread) return false;  // a stream of its own for each thread
   MutexLock lock(mu_);
   if ((streams_listed_ >> device & 1) == 0) {
-    constexpr int kStreamsPerPool = 32;
     for (const bool high_priority : {false, true}) {
       for (int i = 0; i < kStreamsPerPool; ++i) {
         torch_streams_.push_back(reinterpret_cast<std::uintptr_t>(
@@ -132,15 +137,26 @@ bool TorchAllocator::is_torch_stream(c10::DeviceIndex device, cudaStream_t strea
 
 void* TorchAllocator::allocate_on(c10::DeviceIndex device, std::size_t nbytes,
                                   const StreamInfo& stream) {
-  gpumemx::DeviceAllocator& allocator = *open(device).allocator;
+  gpumemx::DeviceAllocator& allocator = core(device);
   const Because because(history_, torch_alloc::RecordContext::STATE);
-  AllocResult result = allocator.allocate({{nbytes},
-                                           stream,
-                                           kDefaultPool,
-                                           0,
-                                           because.context(),
-                                           reject_above_cap_.load(std::memory_order_relaxed)});
+  AllocRequest request{{nbytes},
+                       stream,
+                       kDefaultPool,
+                       0,
+                       because.context(),
+                       reject_above_cap_.load(std::memory_order_relaxed)};
+  AllocResult result = [&] {
+    if (C10_LIKELY(!pools_.is_routing(device))) return allocator.allocate(request);
+    const PrivatePools::Use pool = pools_.route(
+        allocator, device, reinterpret_cast<cudaStream_t>(stream.ref.native));  // NOLINT
+    request.stream.capturing = pool.in_capture();
+    request.pool = pool.pool();
+    return allocator.allocate(request);
+  }();
   if (C10_UNLIKELY(!result.ok())) {
+    if (const std::exception_ptr thrown = PrivatePools::take_thrown()) {
+      std::rethrow_exception(thrown);
+    }
     if (result.failure->rejected) raise_rejection(device, *result.failure);
     raise_out_of_memory(device, *result.failure);
   }
@@ -343,10 +359,20 @@ void TorchAllocator::enable(bool value) { caching_ = value; }
 bool TorchAllocator::isEnabled() const { return caching_ && !caching_off_by_environment_; }
 
 void TorchAllocator::emptyCache(c10::MempoolId_t pool) {
-  if (pool != c10::MempoolId_t{0, 0}) return;  // there are no private pools
   const Because because(history_, torch_alloc::RecordContext::ALL);
+  const bool everything = pool == c10::MempoolId_t{0, 0};
   for (int i = 0; i < devices_.device_count(); ++i) {
-    if (Device* device = devices_.if_open(i)) devices_.empty_cache(*device);
+    Device* device = devices_.if_open(i);
+    if (device == nullptr || devices_.is_shut_down()) continue;
+    if (everything) {
+      devices_.empty_cache(*device);
+      continue;
+    }
+    // A pool in use keeps its memory: a graph may be replayed on it at any time.
+    const auto id = pools_.find(static_cast<c10::DeviceIndex>(i), pool);
+    const auto info = id ? device->allocator->pool_info(*id) : std::nullopt;
+    if (!info || info->users > 0) continue;
+    (void)device->allocator->trim({.pool = *id, .wait = info->reserved > info->live});
   }
   if (previous_ != nullptr && previous_->initialized()) previous_->emptyCache(pool);
 }
@@ -412,7 +438,7 @@ torch_alloc::SnapshotInfo TorchAllocator::snapshot(c10::MempoolId_t pool, bool i
   torch_alloc::SnapshotInfo info;
   info.config_metadata = torch_settings();
   MemoryHistory::PoolOf only;
-  if (pool != c10::MempoolId_t{0, 0}) only = [](c10::DeviceIndex) { return std::nullopt; };
+  if (pool != c10::MempoolId_t{0, 0}) only = [&](c10::DeviceIndex i) { return pools_.find(i, pool); };
   history_.snapshot(only, include_traces, info);
   return info;
 }
@@ -476,37 +502,129 @@ cudaError_t TorchAllocator::memcpyAsync(void* dst, int dst_device, const void* s
   return cudaMemcpyPeerAsync(dst, dst_device, src, src_device, count, stream);
 }
 
+// --- private pools
+
+void TorchAllocator::beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool,
+                                         std::function<bool(cudaStream_t)> filter) {
+  pools_.begin(core(device), device, pool, std::move(filter));
+}
+
+void TorchAllocator::endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t pool) {
+  if (!devices_.is_shut_down()) pools_.end(core(device), device, pool);
+}
+
+void TorchAllocator::markCaptureBegin(c10::DeviceIndex device) {
+  pools_.mark_capture(core(device), device, true);
+}
+
+void TorchAllocator::markCaptureEnd(c10::DeviceIndex device) {
+  if (!devices_.is_shut_down()) pools_.mark_capture(core(device), device, false);
+}
+
+void TorchAllocator::createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t pool,
+                                        std::shared_ptr<CUDAAllocator> allocator) {
+  if (allocator.get() == this) allocator = nullptr;  // as good as none, and would ask itself
+  pools_.create_or_retain(core(device), device, pool, std::move(allocator));
+}
+
+// Pools die in destructors, also when the process ends: then there is nothing left to do.
+void TorchAllocator::releasePool(c10::DeviceIndex device, c10::MempoolId_t pool) {
+  if (devices_.is_shut_down()) return;
+  if (pools_.ends_graphs(device, pool)) note_torch_streams(device);
+  pools_.release(core(device), device, pool);
+}
+
+// A graph may have been replayed on any stream, and the last release has to wait for all of them. Those
+// that nothing was allocated on are not known yet. (getStreamFromPool: see is_torch_stream().)
+void TorchAllocator::note_torch_streams(c10::DeviceIndex device) {
+  if (is_simulated_) return;
+  // They are made at the first call, which would end others' captures in global mode.
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  Device& d = open(device);
+  const auto note = [&](const c10::cuda::CUDAStream& stream) {
+    d.allocator->note_stream(stream_info(d, device, stream.stream(), true));
+  };
+  note(c10::cuda::getDefaultCUDAStream(device));
+  for (const bool high_priority : {false, true}) {
+    for (int i = 0; i < kStreamsPerPool; ++i) {
+      note(c10::cuda::getStreamFromPool(high_priority, device));
+    }
+  }
+}
+
+int TorchAllocator::getPoolUseCount(c10::DeviceIndex device, c10::MempoolId_t pool) {
+  check_index(device);
+  return pools_.users(device, pool);
+}
+
+void TorchAllocator::setUseOnOOM(c10::DeviceIndex device, c10::MempoolId_t pool, bool use_on_oom) {
+  if (devices_.is_shut_down()) return;
+  const auto id = pools_.find(device, pool);
+  TORCH_CHECK(id || !use_on_oom, "setUseOnOOM: there is no such memory pool");
+  // Every MemPool that dies takes this back, whether it was set or not.
+  if (id && core(device).pool_info(*id)) core(device).set_use_on_oom(*id, use_on_oom);
+}
+
+// Segments are not split, so each block is a device allocation of its own: the pool for memory that is
+// to be registered or shared with cudaIpcGetMemHandle().
+void TorchAllocator::setNoSplit(c10::DeviceIndex device, c10::MempoolId_t pool) {
+  core(device).set_whole(pools_.in_use(device, pool));
+}
+
+bool TorchAllocator::checkPoolLiveAllocations(c10::DeviceIndex device, c10::MempoolId_t pool,
+                                              const std::unordered_set<void*>& expected) {
+  const PoolCheckpoint now = core(device).checkpoint_pool(pools_.in_use(device, pool));
+  return now.live.size() == expected.size() &&
+         std::all_of(now.live.begin(), now.live.end(), [&](const auto& block) {
+           return expected.count(pointer_to(block.address)) != 0;
+         });
+}
+
+namespace {
+
+struct CheckpointState final : torch_alloc::AllocatorState {
+  c10::DeviceIndex device{};
+  c10::MempoolId_t id;
+  PoolCheckpoint pool;
+};
+
+}  // namespace
+
+std::shared_ptr<torch_alloc::AllocatorState> TorchAllocator::getCheckpointState(
+    c10::DeviceIndex device, c10::MempoolId_t pool) {
+  auto state = std::make_shared<CheckpointState>();
+  state->device = device;
+  state->id = pool;
+  state->pool = core(device).checkpoint_pool(pools_.in_use(device, pool));
+  return state;
+}
+
+// What was live is freed and what the checkpoint has is allocated, at the same addresses; torch sorts
+// out which of its tensors owns what, so a block that stays live is in both lists.
+torch_alloc::CheckpointDelta TorchAllocator::setCheckpointPoolState(
+    c10::DeviceIndex device, std::shared_ptr<torch_alloc::AllocatorState> state) {
+  const auto checkpoint = std::dynamic_pointer_cast<CheckpointState>(state);
+  TORCH_CHECK(checkpoint != nullptr && checkpoint->device == device,
+              "setCheckpointPoolState: this is no checkpoint of a memory pool of device ",
+              static_cast<int>(device), " that gpumemx made");
+  TORCH_CHECK(pools_.in_use(device, checkpoint->id) == checkpoint->pool.pool,
+              "setCheckpointPoolState: the memory pool of the checkpoint was released meanwhile");
+  const Because because(history_, torch_alloc::RecordContext::STATE);
+  const auto restored = core(device).restore_pool(checkpoint->pool);
+  TORCH_CHECK(restored.ok(), "setCheckpointPoolState: ", restored.error().where);
+  torch_alloc::CheckpointDelta delta;
+  for (const DeviceAddr a : restored.value().freed) delta.ptrs_freed.push_back(pointer_to(a));
+  for (const DeviceAddr a : restored.value().allocated) {
+    void* ptr = pointer_to(a);
+    delta.dataptrs_allocd.emplace_back(ptr, ptr, &delete_block, c10::Device(c10::kCUDA, device));
+  }
+  return delta;
+}
+
 // --- not there yet
 
 c10::DataPtr TorchAllocator::allocateWithAddress(std::size_t, void*) {
   not_yet("allocateWithAddress");
-}
-void TorchAllocator::beginAllocateToPool(c10::DeviceIndex, c10::MempoolId_t,
-                                         std::function<bool(cudaStream_t)>) {
-  not_yet("CUDA graphs and private memory pools");
-}
-void TorchAllocator::endAllocateToPool(c10::DeviceIndex, c10::MempoolId_t) {
-  not_yet("CUDA graphs and private memory pools");
-}
-void TorchAllocator::releasePool(c10::DeviceIndex, c10::MempoolId_t) {
-  not_yet("CUDA graphs and private memory pools");
-}
-int TorchAllocator::getPoolUseCount(c10::DeviceIndex, c10::MempoolId_t) {
-  not_yet("private memory pools");
-}
-void TorchAllocator::createOrIncrefPool(c10::DeviceIndex, c10::MempoolId_t,
-                                        std::shared_ptr<CUDAAllocator>) {
-  not_yet("private memory pools");
-}
-void TorchAllocator::setUseOnOOM(c10::DeviceIndex, c10::MempoolId_t, bool) {
-  not_yet("private memory pools");
-}
-void TorchAllocator::setNoSplit(c10::DeviceIndex, c10::MempoolId_t) {
-  not_yet("private memory pools");
-}
-bool TorchAllocator::checkPoolLiveAllocations(c10::DeviceIndex, c10::MempoolId_t,
-                                              const std::unordered_set<void*>&) {
-  not_yet("private memory pools");
 }
 torch_alloc::ShareableHandle TorchAllocator::shareIpcHandle(void*) {
   not_yet("sharing CUDA tensors with other processes");
@@ -514,15 +632,6 @@ torch_alloc::ShareableHandle TorchAllocator::shareIpcHandle(void*) {
 std::shared_ptr<void> TorchAllocator::getIpcDevPtr(std::string) {
   not_yet("sharing CUDA tensors with other processes");
 }
-std::shared_ptr<torch_alloc::AllocatorState> TorchAllocator::getCheckpointState(c10::DeviceIndex,
-                                                                                c10::MempoolId_t) {
-  not_yet("checkpoints of private memory pools");
-}
-torch_alloc::CheckpointDelta TorchAllocator::setCheckpointPoolState(
-    c10::DeviceIndex, std::shared_ptr<torch_alloc::AllocatorState>) {
-  not_yet("checkpoints of private memory pools");
-}
-
 // torch's own name: programs and torch's own configuration check for it. gpumemx.is_installed()
 // tells the two apart.
 std::string TorchAllocator::name() { return "native"; }

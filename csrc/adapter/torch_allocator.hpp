@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "adapter/history.hpp"
+#include "adapter/private_pools.hpp"
 #include "base/mutex.hpp"
 #include "core/observer.hpp"
 #include "runtime/registry.hpp"
@@ -34,7 +35,8 @@ namespace torch_alloc = c10::cuda::CUDACachingAllocator;
 class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer {
  public:
   // `previous` gets every pointer that is not ours: blocks from before a late installation.
-  TorchAllocator(DeviceRegistry& devices, torch_alloc::CUDAAllocator* previous);
+  // `simulated`: the devices are, and torch has no streams.
+  TorchAllocator(DeviceRegistry& devices, torch_alloc::CUDAAllocator* previous, bool simulated);
 
   // Whether there may be blocks that `previous` allocated.
   bool was_late() const { return previous_ != nullptr; }
@@ -119,6 +121,8 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   void annotateMemory(const void* ptr, const std::string& metadata);
 
   MemoryHistory& memory_history() { return history_; }
+  void markCaptureBegin(c10::DeviceIndex device);
+  void markCaptureEnd(c10::DeviceIndex device);
 
  private:
   // Observer: what the core asks and tells, with none of its locks held.
@@ -128,6 +132,8 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   StreamInfo stream_info(Device& device, c10::DeviceIndex index, cudaStream_t stream,
                          bool known_permanent);
   bool is_torch_stream(c10::DeviceIndex device, cudaStream_t stream);
+  gpumemx::DeviceAllocator& core(c10::DeviceIndex device) { return *open(device).allocator; }
+  void note_torch_streams(c10::DeviceIndex device);
   [[noreturn]] void raise_out_of_memory(c10::DeviceIndex device, const OomVerdict& verdict);
   [[noreturn]] void raise_rejection(c10::DeviceIndex device, const OomVerdict& verdict);
   void report(c10::DeviceIndex device, void* ptr, std::int64_t change);
@@ -138,6 +144,8 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   std::atomic<bool> caching_{true};
   std::atomic<bool> reject_above_cap_{false};  // throw_on_cudamalloc_oom
   const bool caching_off_by_environment_;
+  const bool is_simulated_;
+  PrivatePools pools_;
 
   Mutex mu_;  // a leaf
   std::vector<torch_alloc::OutOfMemoryObserver> oom_observers_ GPUMEMX_GUARDED_BY(mu_);

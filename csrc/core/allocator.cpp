@@ -62,6 +62,7 @@ void DeviceAllocator::list(Timeline& line) {
 HeapSet& DeviceAllocator::heap_set(const StreamInfo& stream, PoolId pool) {
   if (last_set_ != nullptr && last_set_->pool == pool &&
       last_set_->timeline->stream().ref.id == stream.ref.id) {
+    if (!stream.permanent && !stream.capturing) last_set_->timeline->forget_capture();
     return *last_set_;
   }
   auto& set = sets_[{pool, stream.ref.id}];
@@ -73,12 +74,16 @@ HeapSet& DeviceAllocator::heap_set(const StreamInfo& stream, PoolId pool) {
     if (set->is_private) {
       const auto found = pools_.find(pool);
       GPUMEMX_CHECK(found != pools_.end(), "a request names a private pool that does not exist");
-      set->plain = found->second.options.plain;
+      const PoolOptions& options = found->second.options;
+      set->plain = options.plain || options.whole || options.source != nullptr;
+      set->whole = options.whole;
+      set->source = options.source;
     } else {
       default_sets_.push_back(set.get());
       if (!stream.permanent) ++temporary_sets_;
     }
   }
+  if (!stream.permanent && !stream.capturing) set->timeline->forget_capture();
   last_set_ = set.get();
   return *set;
 }
@@ -98,6 +103,7 @@ Block* DeviceAllocator::take_hit(HeapSet& set, Bytes size, bool any_waste) {
     if (heap == nullptr) return nullptr;
     const auto hit = find_hit(*heap, size, options_.hit_scan);
     if (!hit || (!any_waste && hit->waste > most_waste)) return nullptr;
+    if (set.whole) return heap->take(hit->block, hit->block->begin, hit->block->size);
     return heap->take(hit->block, hit->at, size);
   };
   if (wants_plain(set)) {
@@ -129,7 +135,9 @@ AllocResult DeviceAllocator::allocate(const AllocRequest& request) {
       return hand_out(block, request);
     }
   }
-  return allocate_slow(request, size);
+  AllocResult result = allocate_slow(request, size);
+  (void)hand_back_segments();
+  return result;
 }
 
 AllocResult DeviceAllocator::hand_out(Block* block, const AllocRequest& request) {
@@ -188,6 +196,7 @@ bool DeviceAllocator::take_back(DeviceAddr address, ClosedEpoch& own,
   stats.allocated_bytes.sub(small, block->size.n);
   if (books_.history.on()) note(EventKind::kFreeRequested, *block);
 
+  const bool in_pool = block->heap->set().is_private;
   Timeline* line = block->heap->set().timeline;
   line->note_free(block->size);
   const Stamp freed{line, line->epoch()};
@@ -198,7 +207,7 @@ bool DeviceAllocator::take_back(DeviceAddr address, ClosedEpoch& own,
       other->note_free(block->size);
       const std::uint64_t epoch = other->advance();
       pending.until.push_back({other, epoch});
-      others.push_back({other, epoch});
+      others.push_back({other, epoch, false});
     }
     block->state = BlockState::kPending;
     pending_.push_back(std::move(pending));
@@ -209,7 +218,8 @@ bool DeviceAllocator::take_back(DeviceAddr address, ClosedEpoch& own,
   // A pending block waits for others: an event of its own stream would only be one more to wait for,
   // and can be recorded later if that stream still exists then.
   const bool can_wait = block_is_pending && line->stream().permanent;
-  if (!can_wait && wants_fence(*line)) own = {line, line->advance()};
+  const bool only_in_pool = in_pool && line->open_frees() == 1;
+  if (!can_wait && wants_fence(*line)) own = {line, line->advance(), only_in_pool};
   return true;
 }
 
@@ -223,7 +233,7 @@ bool DeviceAllocator::free_if_live(DeviceAddr address) {
     if (!take_back(address, own, others)) return false;
   }
   // A frequent case costs no more than the branch: events are recorded for many frees at once.
-  if (own.line != nullptr) record_fence(*own.line, own.epoch);
+  if (own.line != nullptr) record_fence(*own.line, own.epoch, own.in_pool);
   for (const ClosedEpoch& closed : others) record_fence(*closed.line, closed.epoch);
   return true;
 }
@@ -243,7 +253,12 @@ bool DeviceAllocator::record_stream(DeviceAddr address, const StreamInfo& stream
 void DeviceAllocator::end_capture() {
   GPUMEMX_CHECK(captures_.fetch_sub(1) > 0, "end_capture() without begin_capture()");
   // What could not be recorded on capturing streams is recorded now, while they surely still exist.
-  if (!shut_down_) close_epochs(/*also_captured=*/true, /*beyond_limit=*/true);
+  if (shut_down_) return;
+  {
+    MutexLock lock(mu_);
+    for (Timeline* line : timeline_list_) line->forget_capture();
+  }
+  close_epochs(/*also_captured=*/true, /*beyond_limit=*/true);
 }
 
 void DeviceAllocator::add_observer(Observer* observer) {

@@ -58,11 +58,39 @@ struct [[nodiscard]] AllocResult {
 
 struct PoolOptions {
   bool plain = false;  // ordinary device allocations: for legacy IPC and registration
+  bool whole = false;  // each block is a plain allocation of its own, of whole pages
+  std::shared_ptr<SegmentSource> source = nullptr;  // plain memory from here, not from the device
+};
+
+struct PoolInfo {
+  int users = 0;
+  Bytes reserved;  // memory that stands in the pool
+  Bytes live;
+};
+
+// Which blocks of a private pool were live at a moment, and where. Goes stale with the pool's memory,
+// which restore_pool() finds out.
+struct PoolCheckpoint {
+  struct LiveBlock {
+    DeviceAddr address;
+    Bytes size;
+    Bytes requested;
+    std::uint64_t tag = 0;
+    std::shared_ptr<const void> context = nullptr;
+  };
+  PoolId pool{};
+  std::vector<LiveBlock> live;  // by address
+};
+
+// A block that was live before and is live after is in both lists.
+struct RestoredPool {
+  std::vector<DeviceAddr> freed;
+  std::vector<DeviceAddr> allocated;
 };
 
 struct TrimRequest {
   std::optional<PoolId> pool;  // only this released private pool; default: everything that is idle
-  Bytes target;                // stop when reserved is at most this
+  Bytes target{};              // stop when reserved is at most this
   bool wait = true;            // wait for the work queued on the memory that goes
 };
 
@@ -140,6 +168,23 @@ class DeviceAllocator {
   void retain_pool(PoolId pool) GPUMEMX_EXCLUDES(mu_);
   // The last release lets the memory go to others, when all work queued until now is done.
   void release_pool(PoolId pool) GPUMEMX_EXCLUDES(work_mu_, mu_);
+
+  // How it is now; nothing when it never was or is gone with all its memory. O(its blocks).
+  std::optional<PoolInfo> pool_info(PoolId pool) const GPUMEMX_EXCLUDES(mu_);
+  // From now on each block of the pool is a plain allocation of its own (PoolOptions::whole).
+  void set_whole(PoolId pool) GPUMEMX_EXCLUDES(mu_);
+  // What is ready in the pool serves requests of the same stream that nothing else serves, before
+  // anything is waited for or given back.
+  void set_use_on_oom(PoolId pool, bool use) GPUMEMX_EXCLUDES(mu_);
+
+  // For trees of graphs: which blocks are live now, and making exactly those live again. Waits for
+  // streams that are recorded on what is in the way. Fails, with no effect, when memory of the
+  // checkpoint is not in the pool any more (kInvalidArgument); and when such a stream can't be waited
+  // for, in a capture (kCaptureActive): then what was live is free. REQUIRES: the pool has users, and
+  // nobody else uses it meanwhile.
+  PoolCheckpoint checkpoint_pool(PoolId pool) const GPUMEMX_EXCLUDES(mu_);
+  Result<RestoredPool> restore_pool(const PoolCheckpoint& checkpoint)
+      GPUMEMX_EXCLUDES(work_mu_, mu_);
 
   // Graphs that use a private pool will be replayed on `stream`, which the allocator may not have seen:
   // release_pool() then waits for its work too. REQUIRES: the stream is permanent, or its replays are
@@ -242,11 +287,14 @@ class DeviceAllocator {
   struct PrivatePool {
     PoolOptions options;
     int users = 1;
-    std::vector<Stamp> until;  // after the last release: when its memory may move on
+    bool use_on_oom = false;
+    std::vector<Stamp> until;   // after the last release: when its memory may move on
+    std::vector<Stamp> before;  // the last epoch of each stream that `until` covers
   };
   struct ClosedEpoch {  // for which an event is to be recorded
     Timeline* line = nullptr;
     std::uint64_t epoch = 0;
+    bool in_pool = false;  // all that was freed since the last event is of private pools
   };
   struct PendingBlock {
     Block* block;
@@ -264,6 +312,10 @@ class DeviceAllocator {
     HandleId created{};
     bool mapped = false;
     bool stuck = false;  // mapped, but neither usable nor to be unmapped
+  };
+  struct Returned {  // a segment on its way back to the third party that made it
+    std::shared_ptr<SegmentSource> source;
+    DeviceAddr address;
   };
   struct Served {
     Block* block = nullptr;
@@ -303,7 +355,8 @@ class DeviceAllocator {
   bool refresh_capacity(bool only_if_tight) GPUMEMX_REQUIRES(work_mu_);
 
   // completion.cpp
-  void record_fence(Timeline& line, std::uint64_t epoch) GPUMEMX_EXCLUDES(mu_);
+  void record_fence(Timeline& line, std::uint64_t epoch, bool in_pool = false)
+      GPUMEMX_EXCLUDES(mu_);
   bool wants_fence(const Timeline& line) const GPUMEMX_REQUIRES(mu_);
   void close_epochs(bool also_captured = false, bool beyond_limit = false) GPUMEMX_EXCLUDES(mu_);
   bool poll() GPUMEMX_REQUIRES(work_mu_);
@@ -326,11 +379,22 @@ class DeviceAllocator {
 
   // pools.cpp
   bool dissolve_released_pools() GPUMEMX_REQUIRES(work_mu_, mu_);
-  bool dissolve(HeapSet& set) GPUMEMX_REQUIRES(work_mu_, mu_);
+  bool dissolve(HeapSet& set, const PrivatePool* pool) GPUMEMX_REQUIRES(work_mu_, mu_);
+  template <class Visit>
+  void for_each_block_of(PoolId pool, Visit visit) const GPUMEMX_REQUIRES(mu_);
+  Block* take_from_overflow_pools(const AllocRequest& request, Bytes size) GPUMEMX_REQUIRES(mu_);
+  std::shared_ptr<SegmentSource> source_of(PoolId pool) const GPUMEMX_EXCLUDES(mu_);
+  AllocResult allocate_from_source(SegmentSource& source, const AllocRequest& request, Bytes size)
+      GPUMEMX_EXCLUDES(work_mu_, mu_);
+  void release_idle_down_to(Bytes target) GPUMEMX_EXCLUDES(work_mu_, mu_);
+  bool hand_back_segments() GPUMEMX_EXCLUDES(work_mu_, mu_);
+  Block* ready_at(PoolId pool, DeviceAddr begin, Bytes size) GPUMEMX_REQUIRES(mu_);
+  bool stands_in(PoolId pool, DeviceAddr begin, Bytes size) const GPUMEMX_REQUIRES(mu_);
   void drop_aliases_in(Heap& heap) GPUMEMX_REQUIRES(work_mu_, mu_);
   void dissolve_settled_streams(const HeapSet& keep) GPUMEMX_REQUIRES(work_mu_, mu_);
 
   // trim.cpp
+  TrimReport trim_cache(const TrimRequest& request) GPUMEMX_EXCLUDES(work_mu_, mu_);
   void wait_for_idle_memory() GPUMEMX_EXCLUDES(work_mu_, mu_);
   Bytes release_idle(Bytes target) GPUMEMX_REQUIRES(work_mu_, mu_);
   Bytes release_idle_plain(Bytes target) GPUMEMX_REQUIRES(work_mu_, mu_);
@@ -346,6 +410,7 @@ class DeviceAllocator {
   std::atomic<bool> shut_down_{false};
   std::atomic<bool> plain_mode_{false};
   std::atomic<int> captures_{0};
+  std::atomic<bool> has_returned_{false};  // whether returned_ may hold something
   std::atomic<std::size_t> pending_count_{0};
   std::atomic<int> wanting_work_{0};  // allocating threads that wait for work_mu_ or hold it
 
@@ -370,6 +435,8 @@ class DeviceAllocator {
       nullptr;  // of the last request: mostly the next's too
   std::map<PoolId, PrivatePool> pools_ GPUMEMX_GUARDED_BY(mu_);
   std::uint64_t last_pool_ GPUMEMX_GUARDED_BY(mu_) = 0;
+  int overflow_pools_ GPUMEMX_GUARDED_BY(mu_) = 0;  // of them, with use_on_oom
+  std::vector<Returned> returned_ GPUMEMX_GUARDED_BY(mu_);
   std::vector<PendingBlock> pending_ GPUMEMX_GUARDED_BY(mu_);
   Bytes peak_live_ GPUMEMX_GUARDED_BY(mu_);  // the policy's own: torch's peak is reset by users
   Bytes interval_peak_ GPUMEMX_GUARDED_BY(mu_);

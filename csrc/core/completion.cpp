@@ -20,11 +20,16 @@ bool DeviceAllocator::wants_fence(const Timeline& line) const {
 }
 
 // REQUIRES: advance() returned `epoch`; frees since then do not count.
-void DeviceAllocator::record_fence(Timeline& line, std::uint64_t epoch) {
+// `in_pool`: all that it would be for is of private pools. In a capture their work is a graph's, which release_pool()
+// waits for, and a stream that was made in the capture may be gone when it ends: no event then.
+void DeviceAllocator::record_fence(Timeline& line, std::uint64_t epoch, bool in_pool) {
   const auto event = driver_.record(line.stream().ref);
   MutexLock lock(mu_);
   list(line);
-  line.set_captured(!event.ok() && event.error().code == Errc::kCaptureActive);
+  const bool captured = !event.ok() && event.error().code == Errc::kCaptureActive;
+  if (captured && in_pool && line.is_from_capture() && !line.stream().permanent) return;
+  line.set_captured(captured);
+  line.note_epoch_of_its_own(epoch);
   if (event.ok()) {
     line.add_fence(epoch, event.value(), ++fence_serial_);
     ++books_.stats.paths.fences;

@@ -65,8 +65,11 @@ bool DeviceAllocator::release_plain(Handle* handle) {
   Heap& heap = *handle->home->heap;
   const Bytes size = handle->size();
   const AddrRange range = heap.drop_segment(handle);
-  bool freed = false;
-  {
+  bool freed = true;
+  if (heap.set().source != nullptr) {
+    returned_.push_back({heap.set().source, range.begin});  // it is called without locks
+    has_returned_ = true;
+  } else {
     const MutexUnlock driver_only(mu_);
     freed = driver_.free(range.begin).ok();
   }

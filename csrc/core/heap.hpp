@@ -21,6 +21,7 @@
 #include "core/handle_pool.hpp"
 #include "core/history.hpp"
 #include "core/records.hpp"
+#include "core/segment_source.hpp"
 #include "core/stats.hpp"
 
 namespace gpumemx {
@@ -40,6 +41,8 @@ struct HeapSet {
   PoolId pool{};
   bool is_private = false;  // of a private pool: memory is pinned and never only ordered
   bool plain = false;       // a pool that asked for ordinary device allocations
+  bool whole = false;       // ... of which each is one block
+  std::shared_ptr<SegmentSource> source;  // ... which a third party makes
   Timeline* timeline = nullptr;
   IdleList idle;  // handles last used here
   std::array<std::unique_ptr<Heap>, kHeapKinds> heaps;

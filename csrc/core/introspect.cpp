@@ -359,6 +359,7 @@ DeviceAllocator::~DeviceAllocator() {
     return;
   }
   const RelaxedCapture relaxed(driver_);
+  (void)hand_back_segments();
   close_epochs();  // frees without an event yet: their work may still run
   // Nobody else is here any more; the driver's answers do not matter: it is the end either way.
   std::vector<EventId> events;
@@ -374,7 +375,11 @@ DeviceAllocator::~DeviceAllocator() {
   }
   books_.handles.for_each([&](Handle* h) {
     if (h->driver == HandleId{}) {
-      (void)driver_.free(h->home->begin);
+      if (SegmentSource* source = h->home->heap->set().source.get()) {
+        source->free(h->home->begin);
+      } else {
+        (void)driver_.free(h->home->begin);
+      }
       return;
     }
     for (const Mapping* m = h->aliases; m != nullptr; m = m->next_alias) {

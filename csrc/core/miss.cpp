@@ -42,6 +42,9 @@ Error out_of_addresses(Bytes size) {
 
 AllocResult DeviceAllocator::allocate_slow(const AllocRequest& request, Bytes size) {
   const RelaxedCapture relaxed(driver_);
+  if (const auto source = source_of(request.pool)) {
+    return allocate_from_source(*source, request, size);
+  }
   int attempt = 0;
   bool asked = false;
   std::optional<Error> error;
@@ -59,6 +62,7 @@ AllocResult DeviceAllocator::allocate_slow(const AllocRequest& request, Bytes si
       HeapSet& set = heap_set(request.stream, request.pool);
       dissolve_settled_streams(set);
       Served served = serve(set, size, request.size);
+      if (served.block == nullptr) served.block = take_from_overflow_pools(request, size);
       if (served.block != nullptr) result = hand_out(served.block, request);
       error = std::move(served.error);
       leaves_work = !doomed_.empty() || !crowded_.empty();
@@ -289,7 +293,7 @@ std::optional<Error> DeviceAllocator::map_pieces(std::vector<PieceWork>& work) {
 
 DeviceAllocator::Served DeviceAllocator::serve_plain(HeapSet& set, Bytes size) {
   Heap& heap = set.heap(heap_kind(size, true, options_), books_);
-  Bytes segment = plain_segment_size(size, heap.kind());
+  Bytes segment = set.whole ? round_up(size, kPage) : plain_segment_size(size, heap.kind());
   std::optional<Error> error;
   // First the usual segment, then one as small as it can be, then that after giving back the cache.
   for (int step = 0; step < 3; ++step) {
@@ -320,7 +324,8 @@ DeviceAllocator::Served DeviceAllocator::serve_plain(HeapSet& set, Bytes size) {
     ++books_.stats.num_device_alloc;
     ++books_.stats.paths.plain_segments;
     heap.add_segment({address.value(), segment}, handle);
-    return {heap.take(heap.regions().back()->first, address.value(), size), std::nullopt};
+    const Bytes block = set.whole ? segment : size;
+    return {heap.take(heap.regions().back()->first, address.value(), block), std::nullopt};
   }
   // Others may have given something back while the driver was asked.
   if (Block* block = take_hit(set, size, true)) return {block, std::nullopt};
@@ -331,6 +336,7 @@ DeviceAllocator::Served DeviceAllocator::serve_plain(HeapSet& set, Bytes size) {
 // is worth another try.
 bool DeviceAllocator::make_room(const AllocRequest& request, int& attempt, bool& asked) {
   if (shut_down_) return false;
+  if (hand_back_segments()) return true;
   {
     const MutexLock work(work_mu_);
     const MutexLock lock(mu_);

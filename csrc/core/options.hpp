@@ -60,7 +60,8 @@ struct Options {
   Bytes cap{~0ull};                     // reserved bytes that this process may hold on the device
   std::uint64_t max_mappings = 500000;  // the driver holds 524,090, then fails
   bool plain = false;                   // ordinary device allocations only, no virtual memory
-  bool background = false;  // somebody calls maintain(); else its work is inline
+  bool plain_pools = false;             // the same for private pools only
+  bool background = false;              // somebody calls maintain(); else its work is inline
 
   // The first setting out of its range, in words, or nothing.
   std::optional<std::string> validate() const;

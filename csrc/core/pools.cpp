@@ -17,7 +17,8 @@ namespace gpumemx {
 PoolId DeviceAllocator::create_pool(PoolOptions options) {
   MutexLock lock(mu_);
   const PoolId id{++last_pool_};
-  pools_[id].options = options;
+  pools_[id].options = std::move(options);
+  if (options_.plain_pools) pools_[id].options.plain = true;
   return id;
 }
 
@@ -37,21 +38,286 @@ void DeviceAllocator::release_pool(PoolId pool) {
     const auto found = pools_.find(pool);
     GPUMEMX_CHECK(found != pools_.end() && found->second.users > 0,
                   "release_pool() of a pool that does not exist or was released");
-    if (--found->second.users > 0) return;
+    PrivatePool& p = found->second;
+    if (--p.users > 0) return;
+    if (p.use_on_oom) --overflow_pools_;
+    p.use_on_oom = false;
     for (Timeline* line : timeline_list_) {
       // A temporary stream may be gone; its last event covers all that it did for us.
       if (!line->stream().permanent) {
-        found->second.until.push_back({line, line->epoch() - 1});
+        p.until.push_back({line, line->own_epochs()});
+        p.before.push_back({line, line->epoch() - 1});
         continue;
       }
       const std::uint64_t epoch = line->advance();
-      found->second.until.push_back({line, epoch});
+      p.until.push_back({line, epoch});
+      p.before.push_back({line, epoch});
       closed.emplace_back(line, epoch);
     }
     if (planted(Fault::kPoolDissolvedEarly)) found->second.until.clear();
   }
   for (const auto& [line, epoch] : closed) record_fence(*line, epoch);
 }
+
+template <class Visit>
+void DeviceAllocator::for_each_block_of(PoolId pool, Visit visit) const {
+  for (const auto& [key, set] : sets_) {
+    if (key.pool != pool) continue;
+    for (const auto& heap : set->heaps) {
+      if (heap == nullptr) continue;
+      for (const Region* region : heap->regions()) {
+        for (const Block* b = region->first; b != nullptr; b = b->next) visit(*b);
+      }
+    }
+  }
+}
+
+std::optional<PoolInfo> DeviceAllocator::pool_info(PoolId pool) const {
+  MutexLock lock(mu_);
+  const auto found = pools_.find(pool);
+  if (found == pools_.end()) return std::nullopt;
+  PoolInfo info{found->second.users, {}, {}};
+  for_each_block_of(pool, [&](const Block& b) {
+    if (b.state != BlockState::kVoid) info.reserved += b.size;
+    if (b.state == BlockState::kLive) info.live += b.size;
+  });
+  return info;
+}
+
+void DeviceAllocator::set_whole(PoolId pool) {
+  MutexLock lock(mu_);
+  const auto found = pools_.find(pool);
+  GPUMEMX_CHECK(found != pools_.end(), "set_whole() of a pool that does not exist");
+  found->second.options.whole = true;
+  for (const auto& [key, set] : sets_) {
+    if (key.pool == pool) set->whole = set->plain = true;
+  }
+}
+
+void DeviceAllocator::set_use_on_oom(PoolId pool, bool use) {
+  MutexLock lock(mu_);
+  const auto found = pools_.find(pool);
+  GPUMEMX_CHECK(found != pools_.end(), "set_use_on_oom() of a pool that does not exist");
+  PrivatePool& p = found->second;
+  if (p.users == 0 || p.use_on_oom == use) return;
+  p.use_on_oom = use;
+  overflow_pools_ += use ? 1 : -1;
+}
+
+Block* DeviceAllocator::take_from_overflow_pools(const AllocRequest& request, Bytes size) {
+  if (overflow_pools_ == 0 || request.pool != kDefaultPool) return nullptr;
+  for (const auto& [id, pool] : pools_) {
+    if (!pool.use_on_oom) continue;
+    const auto found = sets_.find({id, request.stream.ref.id});
+    if (found == sets_.end()) continue;
+    if (Block* block = take_hit(*found->second, size, true)) return block;
+  }
+  return nullptr;
+}
+
+// --- a third party's memory
+
+std::shared_ptr<SegmentSource> DeviceAllocator::source_of(PoolId pool) const {
+  if (pool == kDefaultPool) return nullptr;
+  MutexLock lock(mu_);
+  const auto found = pools_.find(pool);
+  GPUMEMX_CHECK(found != pools_.end(), "a request names a private pool that does not exist");
+  return found->second.options.source;
+}
+
+// A miss in a pool that has a source of its own. The source is asked without any lock.
+AllocResult DeviceAllocator::allocate_from_source(SegmentSource& source,
+                                                  const AllocRequest& request, Bytes size) {
+  std::optional<Error> error;
+  int attempt = 0;
+  bool asked = false, is_usual = true, fitted = false, gave_back = false;
+  for (;;) {
+    Bytes segment = round_up(size, kPage);
+    bool fits = false;
+    {
+      const MutexLock work(work_mu_);
+      poll();
+      const MutexLock lock(mu_);
+      HeapSet& set = heap_set(request.stream, request.pool);
+      if (Block* block = take_hit(set, size, true)) {
+        ++books_.stats.paths.hits;
+        return hand_out(block, request);
+      }
+      if (is_usual && !set.whole) {
+        segment = plain_segment_size(size, heap_kind(size, true, options_));
+      }
+      fits = reserved() + segment <= cap();
+    }
+    if (fits) {
+      const auto got = source.allocate(segment);
+      if (got.ok() && addresses_.contains(got.value())) {
+        source.free(got.value());
+        error = Error{Errc::kInvalidArgument, segment,
+                      "the pool's allocator gave memory of this allocator instead of its own"};
+        break;
+      }
+      if (got.ok()) {
+        MutexLock lock(mu_);
+        HeapSet& set = heap_set(request.stream, request.pool);
+        Heap& heap = set.heap(heap_kind(size, true, options_), books_);
+        Handle* handle = books_.handles.add(HandleId{}, Policy::pages(segment));
+        handle->small = is_small(heap.kind());
+        books_.stats.reserved_bytes.add(handle->small, segment.n);
+        ++books_.stats.num_device_alloc;
+        ++books_.stats.paths.misses;
+        ++books_.stats.paths.plain_segments;
+        heap.add_segment({got.value(), segment}, handle);
+        const Bytes block = set.whole ? segment : size;
+        return hand_out(heap.take(heap.regions().back()->first, got.value(), block), request);
+      }
+      error = got.error();
+      if (error->code != Errc::kOutOfMemory) break;
+    }
+    // First the usual segment, then one as small as it can be, then that after giving back what is
+    // cached here: it is of no use to the source unless the device has it.
+    if (is_usual) {
+      is_usual = false;
+    } else if (!fits && !fitted) {
+      fitted = true;
+      release_idle_down_to(cap() > segment ? cap() - segment : Bytes{});
+    } else if (fits && !gave_back) {
+      gave_back = true;
+      release_idle_down_to({});
+    } else if (!make_room(request, attempt, asked)) {
+      break;
+    }
+  }
+  return fail(request, size, error);
+}
+
+// Gives back what is idle, after waiting for it, until reserved is at most `target`.
+void DeviceAllocator::release_idle_down_to(Bytes target) {
+  wait_for_idle_memory();
+  {
+    const MutexLock work(work_mu_);
+    poll();
+    const MutexLock lock(mu_);
+    dissolve_released_pools();
+    (void)release_idle(target);
+    ++books_.stats.num_alloc_retries;
+  }
+  (void)hand_back_segments();
+}
+
+// Segments that are out of the books go to the third parties that made them. False if there are none.
+bool DeviceAllocator::hand_back_segments() {
+  if (!has_returned_.load(std::memory_order_relaxed)) return false;
+  std::vector<Returned> returned;
+  {
+    MutexLock lock(mu_);
+    returned.swap(returned_);
+    has_returned_ = false;
+  }
+  const RelaxedCapture relaxed(driver_);  // they may well call cudaFree()
+  for (const Returned& r : returned) r.source->free(r.address);
+  return !returned.empty();
+}
+
+// --- checkpoints
+
+PoolCheckpoint DeviceAllocator::checkpoint_pool(PoolId pool) const {
+  MutexLock lock(mu_);
+  PoolCheckpoint checkpoint{pool, {}};
+  for_each_block_of(pool, [&](const Block& b) {
+    if (b.state != BlockState::kLive) return;
+    checkpoint.live.push_back({b.begin, b.size, b.use.requested, b.use.tag, b.use.context});
+  });
+  std::sort(checkpoint.live.begin(), checkpoint.live.end(),
+            [](const auto& a, const auto& b) { return a.address < b.address; });
+  return checkpoint;
+}
+
+// Whether all of the range has its memory in one region of the pool.
+bool DeviceAllocator::stands_in(PoolId pool, DeviceAddr begin, Bytes size) const {
+  const Region* region = books_.arena.region_of(begin);
+  if (region == nullptr || region->heap->set().pool != pool) return false;
+  if (begin + size > region->range.end()) return false;
+  for (DeviceAddr a = begin; a < begin + size;) {
+    const Mapping* m = region->mapping_at(a);
+    if (m == nullptr || !m->is_home()) return false;
+    a = m->end();
+  }
+  return true;
+}
+
+// The free block of the pool that has all of the range, or null.
+Block* DeviceAllocator::ready_at(PoolId pool, DeviceAddr begin, Bytes size) {
+  Region* region = books_.arena.region_of(begin);
+  if (region == nullptr || region->heap->set().pool != pool) return nullptr;
+  Block* block = region->block_covering(begin, books_.blocks);
+  const bool has_it = block->state == BlockState::kReady && begin + size <= block->end();
+  return has_it ? block : nullptr;
+}
+
+Result<RestoredPool> DeviceAllocator::restore_pool(const PoolCheckpoint& checkpoint) {
+  const RelaxedCapture relaxed(driver_);
+  const PoolId pool = checkpoint.pool;
+  const auto& wanted = checkpoint.live;
+  RestoredPool out;
+  // Twice at most: a block that other streams still use becomes free when they are done.
+  for (int attempt = 0;; ++attempt) {
+    bool is_free = true;
+    std::vector<ClosedEpoch> closed;
+    {
+      const MutexLock work(work_mu_);  // so that nobody is filling a block
+      poll();
+      const MutexLock lock(mu_);
+      for (const auto& w : wanted) {
+        if (!stands_in(pool, w.address, w.size)) {
+          return Error{Errc::kInvalidArgument, w.size,
+                       "the checkpoint is older than the pool's memory"};
+        }
+      }
+      std::vector<DeviceAddr> live;
+      for_each_block_of(pool, [&](const Block& b) {
+        if (b.state == BlockState::kLive) live.push_back(b.begin);
+      });
+      if (attempt == 0) out.freed = live;
+      std::vector<bool> is_kept(wanted.size(), false);
+      for (const DeviceAddr address : live) {
+        const Block* block = books_.arena.find(address, books_.blocks);
+        const auto same =
+            std::lower_bound(wanted.begin(), wanted.end(), address,
+                             [](const auto& w, DeviceAddr a) { return w.address < a; });
+        if (same != wanted.end() && same->address == address && same->size == block->size &&
+            same->requested == block->use.requested) {
+          is_kept[static_cast<std::size_t>(same - wanted.begin())] = true;
+          continue;
+        }
+        ClosedEpoch own;
+        (void)take_back(address, own, closed);
+        if (own.line != nullptr) closed.push_back(own);
+      }
+      for (std::size_t i = 0; i < wanted.size(); ++i) {
+        if (!is_kept[i] && ready_at(pool, wanted[i].address, wanted[i].size) == nullptr) {
+          is_free = false;
+        }
+      }
+      for (std::size_t i = 0; is_free && i < wanted.size(); ++i) {
+        const auto& w = wanted[i];
+        out.allocated.push_back(w.address);
+        if (is_kept[i]) continue;
+        Block* ready = ready_at(pool, w.address, w.size);
+        Block* block = ready->heap->take(ready, w.address, w.size);
+        (void)hand_out(
+            block, {w.requested, block->heap->set().timeline->stream(), pool, w.tag, w.context});
+      }
+    }
+    for (const ClosedEpoch& c : closed) record_fence(*c.line, c.epoch, c.in_pool);
+    if (is_free) return out;
+    if (captures_.load() > 0 || attempt > 0) {
+      return Error{Errc::kCaptureActive, {}, "streams still use memory that is to be live again"};
+    }
+    wait_for_idle_memory();
+  }
+}
+
+// --- released pools
 
 bool DeviceAllocator::dissolve_released_pools() {
   bool any = false;
@@ -69,7 +335,7 @@ bool DeviceAllocator::dissolve_released_pools() {
       if (key.pool == pool->first) sets.push_back(set.get());
     }
     for (HeapSet* set : sets) {
-      if (dissolve(*set)) {
+      if (dissolve(*set, &p)) {
         any = true;
         if (last_set_ == set) last_set_ = nullptr;
         sets_.erase({set->pool, set->timeline->stream().ref.id});
@@ -111,7 +377,7 @@ void DeviceAllocator::dissolve_settled_streams(const HeapSet& keep) {
   for (HeapSet* set : sets) {
     Timeline& line = *set->timeline;
     if (set == &keep || line.stream().permanent || !line.is_settled()) continue;
-    if (!dissolve(*set)) continue;
+    if (!dissolve(*set, nullptr)) continue;
     if (last_set_ == set) last_set_ = nullptr;
     std::erase(default_sets_, set);
     --temporary_sets_;
@@ -129,9 +395,18 @@ void DeviceAllocator::note_stream(const StreamInfo& stream) {
   (void)timeline(stream);
 }
 
-// Takes what is idle away from a heap set. True when nothing is left of it.
-bool DeviceAllocator::dissolve(HeapSet& set) {
+// Takes what is idle away from a heap set, that of a released pool whose streams have all come so far
+// or of a stream of its own. True when nothing is left of it.
+bool DeviceAllocator::dissolve(HeapSet& set, const PrivatePool* pool) {
   bool gone = true;
+  // Freed before the release: complete with the pool. After it: only when its own stream says so.
+  const auto is_complete = [pool](const Stamp& stamp) {
+    if (stamp.complete()) return true;
+    return pool != nullptr &&
+           std::any_of(pool->before.begin(), pool->before.end(), [&](const Stamp& last) {
+             return last.timeline == stamp.timeline && stamp.epoch <= last.epoch;
+           });
+  };
   for (auto& heap : set.heaps) {
     if (heap == nullptr) continue;
     std::vector<Handle*> idle;
@@ -143,8 +418,7 @@ bool DeviceAllocator::dissolve(HeapSet& set) {
           continue;
         }
         a = m->end();
-        // Freed after the release: complete only when its own stream says so.
-        if (m->is_home() && m->uses == 0 && m->last_use.complete()) idle.push_back(m->handle);
+        if (m->is_home() && m->uses == 0 && is_complete(m->last_use)) idle.push_back(m->handle);
       }
     }
     for (Handle* handle : idle) {

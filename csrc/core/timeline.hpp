@@ -31,11 +31,12 @@ namespace gpumemx {
 struct StreamInfo {
   StreamRef ref;
   bool permanent = true;
+  bool capturing = false;  // for sure: what is asked for belongs to a capture on this stream
 };
 
 class Timeline {
  public:
-  explicit Timeline(StreamInfo stream) : stream_(stream) {}
+  explicit Timeline(StreamInfo stream) : stream_(stream), is_from_capture_(stream.capturing) {}
 
   const StreamInfo& stream() const { return stream_; }
   std::uint64_t epoch() const { return epoch_; }
@@ -59,6 +60,14 @@ class Timeline {
   // Whether that was because the stream is capturing: when the capture ends, it still exists.
   bool is_captured() const { return is_captured_; }
   void set_captured(bool captured) { is_captured_ = captured; }
+  // Seen for the first time in a capture that is under way: all that it did is part of a graph, which
+  // runs on other streams, and it may be gone before the capture ends (torch captures the body of a
+  // conditional node on such a stream). What is freed meanwhile gets no event.
+  bool is_from_capture() const { return is_from_capture_; }
+  void forget_capture() { is_from_capture_ = false; }
+  void note_epoch_of_its_own(std::uint64_t epoch) { own_epochs_ = epoch; }
+  // The last epoch whose work ran on this stream, as far as frees tell.
+  std::uint64_t own_epochs() const { return own_epochs_; }
   // Nothing is under way: every free so far has its event, and all of those were reached.
   bool is_settled() const { return fences_.empty() && open_frees_ == 0 && done_ + 1 == epoch_; }
   // Whether the allocator looks at it when it asks all streams; it leaves those that have settled out.
@@ -94,6 +103,8 @@ class Timeline {
   std::uint64_t done_ = 0;
   std::uint32_t open_frees_ = 0;
   Bytes open_bytes_;
+  std::uint64_t own_epochs_ = 0;
+  bool is_from_capture_ = false;
   bool is_captured_ = false;
   bool is_listed_ = false;
   std::vector<Fence> fences_;  // by epoch

@@ -24,6 +24,12 @@ bool can_be_released(const Handle& handle) {
 }  // namespace
 
 TrimReport DeviceAllocator::trim(const TrimRequest& request) {
+  const TrimReport report = trim_cache(request);
+  (void)hand_back_segments();
+  return report;
+}
+
+TrimReport DeviceAllocator::trim_cache(const TrimRequest& request) {
   TrimReport report;
   if (shut_down_) return report;
   const RelaxedCapture relaxed(driver_);

@@ -38,6 +38,12 @@ constexpr std::array kRows{
         kAny,
         "How memory is got: pages mapped where they are needed, or ordinary device allocations",
         {"virtual", "plain"}},
+    SettingRow{"pool_mode",
+               &O::plain_pools,
+               kAny,
+               "The same for private pools (CUDA graphs, MemPool): plain ones can be shared with "
+               "cudaIpcGetMemHandle() and registered",
+               {"virtual", "plain"}},
     SettingRow{"background", &O::background, kAny,
                "Whether a thread unmaps and releases memory, so that requests need not"},
     SettingRow{

@@ -236,18 +236,6 @@ def test_the_snapshot_has_torchs_form() -> None:
     assert allocated == {0: 30 * MIB + 1024, 1: MIB}
 
 
-def test_what_is_not_there_says_so() -> None:
-    simulated(
-        """
-        try:
-            torch._C._cuda_releasePool(0, (0, 1))
-            raise AssertionError("there are no pools in this version")
-        except (NotImplementedError, RuntimeError) as error:
-            assert "does not support CUDA graphs and private memory pools yet" in str(error), error
-        """
-    )
-
-
 ENDS = {
     "returns with blocks alive": ("kept = alloc(MIB)", 0),
     "sys.exit": ("kept = alloc(MIB); sys.exit(5)", 5),

@@ -96,8 +96,28 @@ class ProgramRunner {
     GraphId id{};
     std::vector<Block> outputs;  // still live
   };
+  // A third party with device memory of its own.
+  class Source final : public SegmentSource {
+   public:
+    explicit Source(SimDriver& gpu) : gpu_(gpu) {}
+    Result<DeviceAddr> allocate(Bytes size) override { return gpu_.allocate(size); }
+    void free(DeviceAddr address) override {
+      while (!gpu_.free(address).ok()) {  // it may be this call that is to fail
+      }
+    }
+
+   private:
+    SimDriver& gpu_;
+  };
+  struct Checkpoint {
+    PoolCheckpoint core;
+    std::vector<Block> blocks;
+  };
   struct Pool {
     PoolId id{};
+    bool whole = false;
+    bool lends = false;  // to others who are out of memory
+    std::optional<Checkpoint> checkpoint;
     bool graphs_only = false;
     bool released = false;
     bool capturing = false;
@@ -162,7 +182,7 @@ class ProgramRunner {
     return at;
   }
   StreamInfo info(std::size_t stream) const {
-    return {streams_[stream].ref, streams_[stream].permanent};
+    return {streams_[stream].ref, streams_[stream].permanent, streams_[stream].capturing};
   }
   // A pseudo-random number that depends only on how far the program is.
   std::uint64_t next_number() {
@@ -230,7 +250,9 @@ class ProgramRunner {
     b.requested = size;
     b.stream = b.cursor = stream;
     b.pool = pool;
-    if (b.size != block_size(size)) fail("a block does not have the rounded size");
+    const bool whole = allocator_->find_block(b.address)->segment == b.address &&
+                       b.size.n % kPage.n == 0 && b.size > block_size(size);
+    if (b.size != block_size(size) && !whole) fail("a block does not have the rounded size");
     if (b.address.n % kGranule.n != 0) fail("a block is not aligned");
     const auto next = ranges_.lower_bound(b.address);
     if (next != ranges_.end() && next->first < b.address + b.size) {
@@ -544,6 +566,82 @@ class ProgramRunner {
     allocator_->release_pool(p.id);
     p.released = true;
   }
+  void do_create_pool(const Op& op) {
+    if (pools_.size() >= 8) return;
+    PoolOptions options;
+    options.plain = op.a % 3 == 0;
+    options.whole = op.a % 7 == 0;
+    if (op.a % 5 == 0) options.source = source_;
+    const std::size_t at = add_pool(false, options);
+    pools_[at].whole = options.whole;
+    pools_[at].lends = op.a % 4 == 0;
+    if (pools_[at].lends) allocator_->set_use_on_oom(pools_[at].id, true);
+  }
+
+  // Of pools whose blocks are all on streams that stay, and not lent to anybody.
+  bool can_have_checkpoints(const Pool& p, std::size_t at) const {
+    if (p.graphs_only || p.released || p.lends || p.capturing || !captures_.empty()) return false;
+    return std::all_of(live_.begin(), live_.end(), [&](const Block& b) {
+      return b.pool != at || streams_[b.stream].permanent;
+    });
+  }
+  void do_checkpoint(const Op& op) {
+    const auto at = pick_pool(op.a, [](const Pool& p) { return !p.graphs_only && !p.released; });
+    if (!at || !can_have_checkpoints(pools_[*at], *at)) return;
+    Checkpoint checkpoint{allocator_->checkpoint_pool(pools_[*at].id), {}};
+    for (const Block& b : live_) {
+      if (b.pool == at) checkpoint.blocks.push_back(b);
+    }
+    if (checkpoint.core.live.size() != checkpoint.blocks.size()) {
+      fail("a checkpoint does not have the live blocks of its pool");
+    }
+    pools_[*at].checkpoint = std::move(checkpoint);
+  }
+  void do_restore(const Op& op) {
+    const auto at = pick_pool(op.a, [](const Pool& p) { return !p.released && p.checkpoint; });
+    if (!at || !can_have_checkpoints(pools_[*at], *at)) return;
+    const Checkpoint& checkpoint = *pools_[*at].checkpoint;
+    const auto restored = allocator_->restore_pool(checkpoint.core);
+    const bool waited_well = restored.ok() || restored.error().code == Errc::kCaptureActive;
+    if (!waited_well) return fail("a checkpoint is refused: " + restored.error().where);
+    if (!restored.ok() && gpu_.faults_fired() == 0) return fail("restoring waited for nothing");
+    // What was freed is forgotten. What is live again has what others have left in it.
+    std::vector<std::size_t> gone;
+    for (std::size_t i = 0; i < live_.size(); ++i) {
+      if (live_[i].pool != at) continue;
+      const auto now = allocator_->find_block(live_[i].address);
+      const bool kept =
+          std::any_of(checkpoint.blocks.begin(), checkpoint.blocks.end(), [&](const Block& b) {
+            return b.address == live_[i].address && b.size == live_[i].size &&
+                   b.requested == live_[i].requested;
+          });
+      if (!kept || !now) gone.push_back(i);
+    }
+    while (!gone.empty()) {
+      forget(live_[gone.back()]);
+      live_.erase(live_.begin() + static_cast<std::ptrdiff_t>(gone.back()));
+      gone.pop_back();
+    }
+    if (!restored.ok()) return;
+    for (const Block& then : checkpoint.blocks) {
+      if (ranges_.count(then.address) != 0) continue;
+      Block b = then;
+      b.cursor = b.stream;
+      b.recorded.clear();
+      b.only_read = false;
+      ranges_.emplace(b.address, b.whole());
+      live_bytes_ += b.size;
+      requested_bytes_ += b.requested;
+      ++streams_[b.stream].users;
+      if (usable(b.stream)) {
+        write(b, b.stream);
+        live_.push_back(std::move(b));
+      } else {
+        free(b);
+      }
+    }
+  }
+
   void do_release_pool(const Op& op) {
     const auto pool = pick_pool(op.a, [](const Pool& p) { return !p.graphs_only && !p.released; });
     if (!pool) return;
@@ -646,9 +744,9 @@ class ProgramRunner {
       case Op::kEndCapture: return do_end_capture(op);
       case Op::kReplay: return do_replay(op);
       case Op::kDropGraphs: return do_drop_graphs(op);
-      case Op::kCreatePool:
-        if (pools_.size() < 8) (void)add_pool(false, {op.a % 3 == 0});
-        return;
+      case Op::kCreatePool: return do_create_pool(op);
+      case Op::kCheckpoint: return do_checkpoint(op);
+      case Op::kRestore: return do_restore(op);
       case Op::kReleasePool: return do_release_pool(op);
       case Op::kCreateStream: {
         std::size_t alive = 0;
@@ -841,6 +939,7 @@ class ProgramRunner {
   const Program& program_;
   const bool thorough_;
   SimDriver gpu_;
+  const std::shared_ptr<Source> source_ = std::make_shared<Source>(gpu_);
   std::unique_ptr<DeviceAllocator> allocator_;
 
   std::size_t at_ = 0;

@@ -59,8 +59,10 @@ struct Op {
     kEndCapture,  // capture a
     kReplay,      // graph a on permanent stream b
     kDropGraphs,  // pool a: its graphs are destroyed, it is released; outputs freed before or after
-    kCreatePool,  // a: plain or not
+    kCreatePool,  // a: plain, whole, of a third party, for use when out of memory, or neither
     kReleasePool,
+    kCheckpoint,  // pool a: what is live there is remembered
+    kRestore,     // pool a
     kCreateStream,
     kDestroyStream,
     kFailNth,    // driver call a, the b-th from now
@@ -79,14 +81,12 @@ struct Op {
 
 inline std::string to_text(const Op& op) {
   static constexpr const char* kNames[] = {
-      "alloc",          "free",        "use",           "cross",
-      "free_elsewhere", "complete",    "complete_all",  "advance",
-      "trim",           "maintain",    "begin_capture", "graph_alloc",
-      "graph_free",     "graph_use",   "end_capture",   "replay",
-      "drop_graphs",    "create_pool", "release_pool",  "create_stream",
-      "destroy_stream", "fail_nth",    "break_maps",    "mend_maps",
-      "occupy",         "cap",         "reset_peaks",   "nonsense",
-      "history",        "check"};
+      "alloc",        "free",       "use",         "cross",         "free_elsewhere", "complete",
+      "complete_all", "advance",    "trim",        "maintain",      "begin_capture",  "graph_alloc",
+      "graph_free",   "graph_use",  "end_capture", "replay",        "drop_graphs",    "create_pool",
+      "release_pool", "checkpoint", "restore",     "create_stream", "destroy_stream", "fail_nth",
+      "break_maps",   "mend_maps",  "occupy",      "cap",           "reset_peaks",    "nonsense",
+      "history",      "check"};
   return std::string(kNames[op.kind]) + " {" + std::to_string(op.a) + ", " + std::to_string(op.b) +
          ", " + std::to_string(op.c) + "}";
 }
@@ -115,7 +115,7 @@ class ProgramMaker {
   Program make() {
     program_.ops.reserve(count_ + 64);
     while (program_.ops.size() < count_) {
-      switch (random_.below(8)) {
+      switch (random_.below(9)) {
         case 0:
         case 1:
         case 2: steps(); break;
@@ -124,6 +124,7 @@ class ProgramMaker {
         case 5: graphs(); break;
         case 6: pressure(); break;
         case 7: alternate(); break;
+        case 8: trees(); break;
       }
     }
     program_.ops.resize(count_);
@@ -287,7 +288,9 @@ class ProgramMaker {
         return {Op::kReplay, r(), r(), r()};
       case 22:
         if (!has_pools_) return {Op::kUse, r(), r(), r()};
-        if (random_.percent(50)) return {Op::kCreatePool, r()};
+        if (random_.percent(40)) return {Op::kCreatePool, r()};
+        if (random_.percent(30)) return {Op::kCheckpoint, r()};
+        if (random_.percent(45)) return {Op::kRestore, r()};
         return {Op::kReleasePool, r(), r()};
       case 23:
       case 24:
@@ -323,6 +326,24 @@ class ProgramMaker {
   std::uint64_t main_stream() {
     if (random_.percent(20)) main_ = random_.next();
     return random_.percent(90) ? main_ : random_.next();
+  }
+
+  // Trees of graphs: a pool goes back to what it was, and another branch is taken.
+  void trees() {
+    if (!has_pools_) return churn();
+    add(Op::kCreatePool, random_.percent(60) ? 1 : random_.next());
+    const std::uint64_t branches = random_.from(2, 6);
+    for (std::uint64_t branch = 0; branch < branches; ++branch) {
+      for (std::uint64_t n = random_.from(1, 6); n > 0; --n) {
+        add(Op::kAlloc, size().n / 2 + 1, random_.next(), random_.next() | 1);
+        if (random_.percent(30)) free(random_.next());
+      }
+      add(random_.percent(60) ? Op::kCheckpoint : Op::kRestore, random_.next());
+      if (random_.percent(30)) add(Op::kCross, random_.next(), random_.next(), random_.next());
+      for (std::uint64_t n = random_.from(0, 4); n > 0; --n) free(random_.next());
+      if (random_.percent(60)) add(Op::kRestore, random_.next());
+    }
+    if (random_.percent(70)) add(Op::kReleasePool, random_.next(), random_.next());
   }
 
   // Training: activations are made forwards and freed backwards, with short-lived ones between.

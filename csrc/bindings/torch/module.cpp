@@ -12,6 +12,7 @@
 #include "adapter/install.hpp"
 #include "base/version.hpp"
 #include "bindings/torch/simulated_history.hpp"
+#include "bindings/torch/simulated_pools.hpp"
 #include "driver/sim/sim_driver.hpp"
 #include "monitor/scope.hpp"
 #include "monitor/summary.hpp"
@@ -239,6 +240,7 @@ PYBIND11_MODULE(GPUMEMX_TORCH_MODULE, m) {
 
   bind_simulated(m);
   bind_simulated_history(m);
+  bind_simulated_pools(m);
 }
 
 }  // namespace gpumemx::bindings

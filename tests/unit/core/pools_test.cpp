@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <functional>
+#include <memory>
+
 #include "unit/core/core_tools.hpp"
 
 namespace gpumemx {
@@ -200,6 +204,402 @@ TEST_F(PoolsTest, APlainPoolIsNotFreedDuringACapture) {
   EXPECT_TRUE(gpu_.end_capture(b_.ref).ok());
   allocator_->end_capture();
   EXPECT_EQ(allocator_->trim({}).released, 20_MiB);
+}
+
+TEST_F(PoolsTest, AllPoolsAreOrdinaryDeviceMemoryWithTheSetting) {
+  Options options;
+  options.plain_pools = true;
+  start(options);
+  const DeviceAddr block = alloc(5_MiB, a_, allocator_->create_pool({}));
+  EXPECT_EQ(allocator_->find_block(block)->heap, HeapKind::kPlainLarge);
+  EXPECT_EQ(allocator_->find_block(alloc(5_MiB, a_))->heap, HeapKind::kRest);
+}
+
+TEST_F(PoolsTest, InfoSaysWhatStandsThereUntilAllIsGone) {
+  EXPECT_FALSE(allocator_->pool_info(PoolId{77}));
+  const PoolId pool = allocator_->create_pool({});
+  EXPECT_EQ(allocator_->pool_info(pool)->reserved, 0_B);
+  allocator_->retain_pool(pool);
+  free(alloc(64_MiB, a_, pool));
+  const DeviceAddr live = alloc(32_MiB, a_, pool);
+  EXPECT_EQ(allocator_->pool_info(pool)->users, 2);
+  EXPECT_EQ(allocator_->pool_info(pool)->reserved, 64_MiB);
+  EXPECT_EQ(allocator_->pool_info(pool)->live, 32_MiB);
+  allocator_->release_pool(pool);
+  allocator_->release_pool(pool);
+  allocator_->trim({.pool = pool});
+  EXPECT_EQ(allocator_->pool_info(pool)->users, 0);
+  EXPECT_EQ(allocator_->pool_info(pool)->live, 32_MiB);
+  free(live);
+  allocator_->trim({.pool = pool});
+  EXPECT_FALSE(allocator_->pool_info(pool));
+}
+
+TEST_F(PoolsTest, InAWholePoolEachBlockIsAnAllocationOfItsOwn) {
+  const PoolId pool = allocator_->create_pool({.whole = true});
+  const DeviceAddr small = alloc(700_B, a_, pool);
+  const DeviceAddr other = alloc(1_MiB, a_, pool);
+  const DeviceAddr large = alloc(5_MiB, a_, pool);
+  EXPECT_EQ(calls(DriverCall::kAllocate), 3u);
+  EXPECT_EQ(allocator_->find_block(small)->size, 2_MiB);
+  EXPECT_EQ(allocator_->find_block(small)->requested, 700_B);
+  EXPECT_EQ(allocator_->find_block(large)->size, 6_MiB);
+  free({other, large});
+  EXPECT_EQ(alloc(900_KiB, a_, pool), other);
+  EXPECT_EQ(alloc(3_MiB, a_, pool), large);  // all of it, not a part
+  EXPECT_EQ(allocator_->find_block(large)->size, 6_MiB);
+  EXPECT_EQ(calls(DriverCall::kAllocate), 3u);
+}
+
+TEST_F(PoolsTest, APoolBecomesWholeBeforeItsFirstBlockOrLater) {
+  const PoolId pool = allocator_->create_pool({});
+  alloc(3_MiB, a_, pool);
+  allocator_->set_whole(pool);
+  const DeviceAddr block = alloc(3_MiB, a_, pool);
+  EXPECT_EQ(allocator_->find_block(block)->size, 4_MiB);
+  EXPECT_EQ(allocator_->find_block(block)->segment, block);
+}
+
+// A third party's allocator: device memory of the simulated device, or none.
+class ThirdParty final : public SegmentSource {
+ public:
+  explicit ThirdParty(SimDriver& gpu) : gpu_(gpu) {}
+  Result<DeviceAddr> allocate(Bytes size) override {
+    if (during) during();
+    if (refuse) return Error{Errc::kOutOfMemory, size, "the third party has no more"};
+    if (foreign.n != 0) return foreign;
+    const auto got = gpu_.allocate(size);
+    if (got.ok()) asked.push_back(size);
+    return got;
+  }
+  void free(DeviceAddr address) override {
+    EXPECT_TRUE(foreign.n != 0 || gpu_.free(address).ok());
+    ++freed;
+  }
+
+  bool refuse = false;
+  DeviceAddr foreign;
+  std::function<void()> during;
+  std::vector<Bytes> asked;
+  int freed = 0;
+
+ private:
+  SimDriver& gpu_;
+};
+
+class SourcePoolsTest : public PoolsTest {
+ protected:
+  PoolId new_pool() { return allocator_->create_pool({.source = source_}); }
+  const std::shared_ptr<ThirdParty> source_ = std::make_shared<ThirdParty>(gpu_);
+};
+
+TEST_F(SourcePoolsTest, BlocksAreCutFromTheSegmentsOfTheSource) {
+  const PoolId pool = new_pool();
+  const DeviceAddr one = alloc(1_MiB, a_, pool), two = alloc(1_MiB, a_, pool);
+  EXPECT_EQ(two, one + 1_MiB);
+  alloc(1_MiB, a_, pool);
+  alloc(5_MiB, a_, pool);
+  alloc(33_MiB, a_, pool);
+  EXPECT_EQ(source_->asked, (std::vector<Bytes>{2_MiB, 2_MiB, 20_MiB, 34_MiB}));
+  EXPECT_EQ(reserved(), 58_MiB);
+  EXPECT_EQ(calls(DriverCall::kCreate), 0u);
+  EXPECT_TRUE(allocator_->owns(one));
+  free(two);
+  EXPECT_EQ(alloc(1_MiB, a_, pool), two);
+}
+
+TEST_F(SourcePoolsTest, TheSourceAloneGetsThemBackWhenPoolAndBlocksAreGone) {
+  const PoolId pool = new_pool();
+  const DeviceAddr idle = alloc(5_MiB, a_, pool), live = alloc(33_MiB, a_, pool);
+  free(idle);
+  allocator_->trim({});
+  EXPECT_EQ(source_->freed, 0);  // the pool is in use
+  allocator_->release_pool(pool);
+  allocator_->trim({.pool = pool});
+  EXPECT_EQ(source_->freed, 1);
+  free(live);  // it outlives its pool, and others go on
+  alloc(30_MiB, a_);
+  allocator_->trim({});
+  EXPECT_EQ(source_->freed, 2);
+  EXPECT_FALSE(allocator_->pool_info(pool));
+}
+
+TEST_F(SourcePoolsTest, TheSourceGetsThemWithTheNextMissToo) {
+  const PoolId pool = new_pool();
+  free(alloc(33_MiB, a_, pool));
+  allocator_->release_pool(pool);
+  alloc(30_MiB, a_);
+  EXPECT_EQ(source_->freed, 1);
+}
+
+TEST_F(SourcePoolsTest, TheSourceGetsThemAtTheEndOfTheAllocatorToo) {
+  alloc(33_MiB, a_, new_pool());
+  allocator_.reset();
+  EXPECT_EQ(source_->freed, 1);
+}
+
+TEST_F(SourcePoolsTest, MemoryGoesBackOnlyWhenItsWorkIsDone) {
+  gpu_.set_manual(true);
+  const PoolId pool = new_pool();
+  const DeviceAddr block = alloc(33_MiB, a_, pool);
+  gpu_.launch(main_, {writes({block, 33_MiB}, 1)});
+  free(block);
+  allocator_->release_pool(pool);
+  allocator_->trim({.pool = pool, .wait = false});
+  EXPECT_EQ(source_->freed, 0);
+  allocator_->trim({.pool = pool});
+  EXPECT_EQ(source_->freed, 1);
+}
+
+TEST_F(SourcePoolsTest, TheSourceMayUseTheAllocator) {
+  source_->during = [&] { free(alloc(10_MiB, b_)); };  // no lock is held
+  alloc(33_MiB, a_, new_pool());
+  EXPECT_EQ(reserved(), 44_MiB);
+}
+
+TEST_F(SourcePoolsTest, WhatIsIdleElsewhereGoesBackBeforeTheRequestFails) {
+  free(alloc(3584_MiB, a_));
+  const PoolId pool = new_pool();
+  alloc(2_GiB, a_, pool);
+  EXPECT_EQ(reserved(), 2_GiB);
+  EXPECT_EQ(stats().num_alloc_retries, 1u);
+  const AllocResult too_much = try_alloc(3_GiB, a_, pool);
+  ASSERT_FALSE(too_much.ok());
+  EXPECT_EQ(too_much.failure->pool, pool);
+  source_->refuse = true;
+  const AllocResult refused = try_alloc(64_MiB, a_, pool);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_NE(refused.failure->driver_said.find("the third party has no more"), std::string::npos);
+}
+
+TEST_F(SourcePoolsTest, TheCapHoldsForItsMemoryToo) {
+  const PoolId pool = new_pool();
+  allocator_->set_cap(80_MiB);
+  alloc(40_MiB, a_, pool);
+  free(alloc(30_MiB, a_));
+  alloc(40_MiB, a_, pool);
+  const AllocResult too_much = try_alloc(30_MiB, a_, pool);
+  ASSERT_FALSE(too_much.ok());
+  EXPECT_EQ(too_much.failure->cause, OomCause::kCapped);
+  EXPECT_EQ(source_->asked.size(), 2u);
+}
+
+TEST_F(SourcePoolsTest, ASourceThatGivesMemoryOfTheAllocatorIsRefused) {
+  source_->foreign = alloc(20_MiB, b_);
+  const AllocResult got = try_alloc(5_MiB, a_, new_pool());
+  ASSERT_FALSE(got.ok());
+  EXPECT_NE(got.failure->driver_said.find("instead of its own"), std::string::npos);
+  EXPECT_EQ(source_->freed, 1);
+}
+
+TEST_F(SourcePoolsTest, SegmentsAreNotSplitInAWholePool) {
+  const PoolId pool = allocator_->create_pool({.whole = true, .source = source_});
+  alloc(1_MiB, a_, pool);
+  alloc(1_MiB, a_, pool);
+  alloc(5_MiB, a_, pool);
+  EXPECT_EQ(source_->asked, (std::vector<Bytes>{2_MiB, 2_MiB, 6_MiB}));
+}
+
+TEST_F(SourcePoolsTest, OnlyAPoolForTheCaseHelpsOutOfMemory) {
+  const PoolId use = new_pool(), leave = new_pool();
+  allocator_->set_use_on_oom(use, true);
+  allocator_->set_cap(80_MiB);
+  const DeviceAddr in_leave = alloc(40_MiB, a_, leave), in_use = alloc(40_MiB, a_, use);
+  EXPECT_FALSE(try_alloc(40_MiB, a_).ok());
+  free({in_leave, in_use});
+  EXPECT_FALSE(try_alloc(30_MiB, b_).ok());  // what is ready in a pool is ready on its stream
+  const DeviceAddr block = alloc(30_MiB, a_);
+  EXPECT_EQ(block, in_use);
+  EXPECT_EQ(allocator_->find_block(block)->pool, use);
+  EXPECT_FALSE(try_alloc(30_MiB, a_).ok());
+  free(block);
+  EXPECT_EQ(alloc(20_MiB, a_, use), in_use);
+  allocator_->set_use_on_oom(use, false);
+  EXPECT_FALSE(try_alloc(10_MiB, a_).ok());
+}
+
+TEST_F(PoolsTest, AReleasedPoolIsNoneForTheCase) {
+  const PoolId pool = allocator_->create_pool({});
+  allocator_->set_use_on_oom(pool, true);
+  const DeviceAddr block = alloc(64_MiB, a_, pool);
+  allocator_->set_cap(64_MiB);
+  allocator_->release_pool(pool);
+  EXPECT_FALSE(try_alloc(32_MiB, a_).ok());
+  free(block);
+  EXPECT_EQ(allocator_->find_block(alloc(32_MiB, a_))->pool, kDefaultPool);
+}
+
+// --- checkpoints
+
+class CheckpointTest : public PoolsTest {
+ protected:
+  std::vector<DeviceAddr> live() const {
+    std::vector<DeviceAddr> out;
+    for (const auto& b : allocator_->checkpoint_pool(pool_).live) out.push_back(b.address);
+    return out;
+  }
+  RestoredPool restore(const PoolCheckpoint& checkpoint) {
+    auto restored = allocator_->restore_pool(checkpoint);
+    EXPECT_TRUE(restored.ok()) << (restored.ok() ? "" : restored.error().where);
+    EXPECT_EQ(allocator_->validate().value_or(""), "");
+    return restored.ok() ? std::move(restored).take() : RestoredPool{};
+  }
+  static std::vector<DeviceAddr> sorted(std::vector<DeviceAddr> all) {
+    std::sort(all.begin(), all.end());
+    return all;
+  }
+  const PoolId pool_ = allocator_->create_pool({});
+};
+
+TEST_F(CheckpointTest, MakesExactlyTheSameBlocksLiveAgain) {
+  const DeviceAddr a = alloc(3_MiB, a_, pool_), b = alloc(700_B, a_, pool_),
+                   c = alloc(64_MiB, b_, pool_), d = alloc(5_MiB, a_, pool_);
+  free(d);
+  const PoolCheckpoint then = allocator_->checkpoint_pool(pool_);
+  const Bytes live_then = allocator_->pool_info(pool_)->live;
+  const auto requested_then = four(stats().requested_bytes).current;
+  free({a, c});
+  const DeviceAddr e = alloc(64_MiB + 512_B, b_, pool_), f = alloc(1_MiB, a_, pool_);
+  const DeviceAddr outside = alloc(20_MiB, a_);
+  gpu_.reset_meter();
+
+  const RestoredPool restored = restore(then);
+  EXPECT_EQ(sorted(restored.freed), sorted({b, e, f}));
+  EXPECT_EQ(sorted(restored.allocated), sorted({a, b, c}));
+  EXPECT_EQ(live(), sorted({a, b, c}));
+  EXPECT_EQ(allocator_->pool_info(pool_)->live, live_then);
+  EXPECT_EQ(four(stats().requested_bytes).current, requested_then + n(20_MiB));
+  EXPECT_EQ(mapping_calls(), 0u);  // a graph that was captured meanwhile has the same addresses
+  const DeviceAddr next = alloc(5_MiB, a_, pool_);
+  for (const DeviceAddr address : {a, b, c}) EXPECT_NE(next, address);
+  free({a, b, c, next, outside});
+}
+
+TEST_F(CheckpointTest, RestoresAnEmptyPoolAndTheSameAgain) {
+  const PoolCheckpoint empty = allocator_->checkpoint_pool(pool_);
+  const DeviceAddr a = alloc(3_MiB, a_, pool_), b = alloc(3_MiB, a_, pool_);
+  const PoolCheckpoint two = allocator_->checkpoint_pool(pool_);
+  EXPECT_EQ(sorted(restore(empty).freed), sorted({a, b}));
+  EXPECT_EQ(live(), std::vector<DeviceAddr>{});
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(restore(two).allocated, sorted({a, b}));
+  EXPECT_EQ(sorted(live()), sorted({a, b}));
+  EXPECT_TRUE(restore(empty).allocated.empty());
+}
+
+TEST_F(CheckpointTest, ABlockOfAnotherSizeAtTheAddressIsReplaced) {
+  const DeviceAddr a = alloc(6_MiB, a_, pool_);
+  const PoolCheckpoint then = allocator_->checkpoint_pool(pool_);
+  free(a);
+  const DeviceAddr half = alloc(4_MiB, a_, pool_), rest = alloc(2_MiB, a_, pool_);
+  EXPECT_EQ(std::min(half, rest), a);
+  restore(then);
+  EXPECT_EQ(live(), std::vector<DeviceAddr>{a});
+  EXPECT_EQ(allocator_->find_block(a)->size, 6_MiB);
+}
+
+TEST_F(CheckpointTest, OneThatIsLiveThroughoutKeepsItsRecordedStreams) {
+  gpu_.set_manual(true);
+  const DeviceAddr a = alloc(30_MiB, a_, pool_);
+  ASSERT_TRUE(allocator_->record_stream(a, b_));
+  gpu_.launch(b_.ref, {writes({a, 30_MiB}, 3)});
+  restore(allocator_->checkpoint_pool(pool_));
+  free(a);
+  EXPECT_NE(alloc(30_MiB, a_, pool_), a);  // b_ still writes to it
+  gpu_.complete_all();
+  gpu_.set_manual(false);
+}
+
+TEST_F(CheckpointTest, WaitsForStreamsThatStillUseWhatIsInTheWay) {
+  gpu_.set_manual(true);
+  const DeviceAddr a = alloc(30_MiB, a_, pool_);
+  const PoolCheckpoint then = allocator_->checkpoint_pool(pool_);
+  free(a);
+  const DeviceAddr other = alloc(16_MiB, a_, pool_);
+  ASSERT_EQ(other, a);
+  ASSERT_TRUE(allocator_->record_stream(other, b_));
+  gpu_.launch(b_.ref, {writes({other, 16_MiB}, 3)});
+  restore(then);
+  EXPECT_EQ(gpu_.queued(b_.ref), 0u);
+  EXPECT_EQ(live(), std::vector<DeviceAddr>{a});
+  gpu_.set_manual(false);
+}
+
+TEST_F(CheckpointTest, InACaptureNothingIsWaitedFor) {
+  gpu_.set_manual(true);
+  const DeviceAddr a = alloc(30_MiB, a_, pool_);
+  const PoolCheckpoint then = allocator_->checkpoint_pool(pool_);
+  ASSERT_TRUE(allocator_->record_stream(a, b_));
+  gpu_.launch(b_.ref, {writes({a, 30_MiB}, 3)});
+  free(a);
+  allocator_->begin_capture();
+  const auto restored = allocator_->restore_pool(then);
+  ASSERT_FALSE(restored.ok());
+  EXPECT_EQ(restored.error().code, Errc::kCaptureActive);
+  allocator_->end_capture();
+  restore(then);
+  gpu_.set_manual(false);
+}
+
+TEST_F(CheckpointTest, OneOfMemoryThatIsGoneIsRefusedWithoutAnEffect) {
+  free(alloc(3_MiB, a_, pool_));
+  PoolCheckpoint stale = allocator_->checkpoint_pool(pool_);
+  const DeviceAddr kept = alloc(1_MiB, a_, pool_);
+  const DeviceAddr elsewhere = alloc(20_MiB, a_);
+  stale.live.push_back({elsewhere, 20_MiB, 20_MiB});
+  const auto restored = allocator_->restore_pool(stale);
+  ASSERT_FALSE(restored.ok());
+  EXPECT_EQ(restored.error().code, Errc::kInvalidArgument);
+  stale.live[0] = {DeviceAddr{0x1234}, 512_B, 1_B};
+  EXPECT_FALSE(allocator_->restore_pool(stale).ok());
+  EXPECT_EQ(live(), std::vector<DeviceAddr>{kept});
+}
+
+TEST_F(CheckpointTest, WorksInPlainPoolsToo) {
+  const PoolId plain = allocator_->create_pool({.plain = true});
+  const DeviceAddr a = alloc(3_MiB, a_, plain), b = alloc(4_MiB, a_, plain);
+  const PoolCheckpoint then = allocator_->checkpoint_pool(plain);
+  free({a, b});
+  alloc(7_MiB, a_, plain);
+  restore(then);
+  EXPECT_EQ(allocator_->find_block(a)->size, 3_MiB);
+  EXPECT_EQ(allocator_->find_block(b)->size, 4_MiB);
+}
+
+// --- captures
+
+// The body of a conditional node is captured on a stream that lives for the body only.
+TEST_F(PoolsTest, AStreamThatIsGoneBeforeItsCaptureEndsIsNotTouchedAgain) {
+  const PoolId pool = allocator_->create_pool({});
+  gpu_.begin_capture(b_.ref, CaptureMode::kGlobal);
+  allocator_->begin_capture();
+  const StreamInfo body{gpu_.new_stream(), /*permanent=*/false, /*capturing=*/true};
+  gpu_.begin_capture(body.ref, CaptureMode::kGlobal);
+  free(alloc(20_MiB, body, pool));
+  free(alloc(700_B, body, pool));
+  EXPECT_TRUE(gpu_.end_capture(body.ref).ok());
+  gpu_.destroy_stream(body.ref);
+  EXPECT_TRUE(gpu_.end_capture(b_.ref).ok());
+  allocator_->end_capture();
+  allocator_->release_pool(pool);
+  allocator_->trim({});
+  EXPECT_EQ(reserved(), 0_B);
+}
+
+TEST_F(PoolsTest, ARecordedStreamThatCapturesHoldsABlockUntilTheCaptureEnds) {
+  const PoolId pool = allocator_->create_pool({});
+  const StreamInfo c = new_stream();
+  const DeviceAddr block = alloc(20_MiB, b_, pool);
+  gpu_.begin_capture(b_.ref, CaptureMode::kGlobal);
+  gpu_.begin_capture(c.ref, CaptureMode::kGlobal);  // in torch's graphs, one forked from the other
+  allocator_->begin_capture();
+  ASSERT_TRUE(allocator_->record_stream(block, c));
+  free(block);
+  const DeviceAddr other = alloc(20_MiB, b_, pool);
+  EXPECT_NE(other, block);
+  EXPECT_TRUE(gpu_.end_capture(c.ref).ok());
+  EXPECT_TRUE(gpu_.end_capture(b_.ref).ok());
+  allocator_->end_capture();
+  EXPECT_EQ(alloc(20_MiB, b_, pool), block);
 }
 
 using PoolsDeathTest = PoolsTest;

@@ -220,7 +220,8 @@ TEST(Settings, PutsHigherSettingsOverLowerOnesAtOnce) {
 
 TEST(Settings, ReachesEveryOptionThatHasAKey) {
   Settings settings;
-  ASSERT_EQ(settings.apply("cap:3GiB,mode:plain,background:false,slack:0.25,cushion:0.125,"
+  ASSERT_EQ(settings.apply("cap:3GiB,mode:plain,pool_mode:plain,background:false,"
+                           "slack:0.25,cushion:0.125,"
                            "cushion_until:3GiB,max_aliases:3,"
                            "hit_waste:5MiB,hit_scan:6,price:7.5,price_pages:8.5,overhang:9MiB,"
                            "tight_from:0.5,tight_price:1.5,tight_handle:16MiB,fence_frees:11,"
@@ -231,6 +232,7 @@ TEST(Settings, ReachesEveryOptionThatHasAKey) {
   const Options& o = settings.core();
   EXPECT_EQ(o.cap, 3_GiB);
   EXPECT_TRUE(o.plain);
+  EXPECT_TRUE(o.plain_pools);
   EXPECT_FALSE(o.background);
   EXPECT_EQ(o.slack, 0.25);
   EXPECT_EQ(o.cushion, 0.125);
@@ -301,7 +303,7 @@ TEST(Settings, DescribesTheKeysInTheOrderOfTheList) {
 TEST(Settings, AgreesWithTheCoreOnWhatIsInRange) {
   const struct {
     const char* key;
-    double Options::* field;
+    double Options::*field;
     double inside[2];
     double outside[2];
   } cases[] = {
