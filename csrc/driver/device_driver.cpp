@@ -22,6 +22,8 @@ const char* to_string(DriverCall call) {
     case DriverCall::kQuery: return "query";
     case DriverCall::kWait: return "wait";
     case DriverCall::kMemory: return "memory";
+    case DriverCall::kSynchronize: return "synchronize";
+    case DriverCall::kCopy: return "copy";
   }
   return "unknown";
 }
