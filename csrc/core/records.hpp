@@ -51,6 +51,7 @@ struct BlockUse {
   std::uint64_t tag = 0;                // the caller's; later features hang on it
   std::shared_ptr<const void> context;  // opaque; handed to the history
   std::vector<Timeline*> others;        // streams recorded on it, besides its own
+  bool shared = false;                  // other processes may use its memory until it is freed
 };
 
 struct Block {
@@ -100,8 +101,9 @@ struct Handle {
   std::uint64_t idle_since = 0;  // serial number; orders idle lists
   std::uint64_t mark = 0;        // the search or plan that has looked at this handle
   std::uint32_t id = 0;
-  bool pinned = false;  // in a private pool or a plain segment: never moved while that lives
-  bool small = false;   // counts as small in torch's statistics
+  bool pinned = false;    // in a private pool or a plain segment: never moved while that lives
+  bool small = false;     // counts as small in torch's statistics
+  bool exported = false;  // the driver has a descriptor for it
 
   Bytes size() const { return kPage * pages; }
   bool busy() const { return home != nullptr && home->uses > 0; }

@@ -78,6 +78,7 @@ struct PathCounts {
   std::uint64_t plain_segments = 0;   // ordinary device allocations made
   std::uint64_t aliases_dropped = 0;  // dormant aliases unmapped
   std::uint64_t fences = 0;           // events recorded
+  std::uint64_t rebacked = 0;         // handles created so that a block could be shared
 };
 
 struct Stats {
