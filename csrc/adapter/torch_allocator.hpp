@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "adapter/ipc.hpp"
 #include "base/mutex.hpp"
 #include "core/observer.hpp"
 #include "runtime/registry.hpp"
@@ -40,6 +41,10 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
 
   // For tests on a simulated device, where torch has no current device or stream.
   void* allocate_on(c10::DeviceIndex device, std::size_t nbytes, const StreamInfo& stream);
+  void* allocate_at(c10::DeviceIndex device, std::size_t nbytes, const StreamInfo& stream,
+                    void* address);
+  std::shared_ptr<void> open_shared(c10::DeviceIndex device, const std::string& handle);
+  void add_peer(c10::DeviceIndex device, c10::DeviceIndex peer);
 
   // c10::Allocator
   c10::DataPtr allocate(std::size_t nbytes) override;
@@ -115,9 +120,11 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   bool is_torch_stream(c10::DeviceIndex device, cudaStream_t stream);
   [[noreturn]] void raise_out_of_memory(c10::DeviceIndex device, const OomVerdict& verdict);
   void report(c10::DeviceIndex device, void* ptr, std::int64_t change);
+  void tell_allocated(c10::DeviceIndex device, void* ptr, Bytes size);
 
   DeviceRegistry& devices_;
   torch_alloc::CUDAAllocator* const previous_;
+  SharedMemory shared_;
   std::atomic<bool> caching_{true};
   const bool caching_off_by_environment_;
 
