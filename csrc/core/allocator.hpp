@@ -128,11 +128,14 @@ class DeviceAllocator {
   // --- other processes and other devices (sharing.cpp)
 
   // What another process needs to reach the block in use that `address` lies in. Handles of several
-  // sizes under it are first replaced by some of one size, the content kept, the addresses the same:
-  // that waits for the device, and until it returns nobody may queue work on the block, or (rarely,
-  // where the block shares a handle of the wrong size with others) on its neighbours. Only where other
-  // shared blocks stand in the way do several sizes remain. What is shared stays where it is until the
-  // block is freed; the caller frees it when all consumers are done.
+  // sizes under it are first replaced by some of one size, the content kept, the addresses the same.
+  // That waits for the device and holds the permanent streams that are known until it is done: work that
+  // is queued on them meanwhile, by whomever, runs after it. Work on other streams may not touch the
+  // block meanwhile, nor (rarely, where the block shares a handle of the wrong size with others) its
+  // neighbours; and copies and fills by the driver are refused for such addresses for some ten us a
+  // handle, wherever they are queued. Only where other shared blocks stand in the way do several sizes
+  // remain. What is shared stays where it is until the block is freed; the caller frees it when all
+  // consumers are done.
   // Fails: kInvalidArgument for another address; kUnsupported where memory can't be exported;
   // kCaptureActive; kOutOfMemory.
   Result<SharedRange> share(DeviceAddr address) GPUMEMX_EXCLUDES(work_mu_, mu_);
@@ -323,6 +326,9 @@ class DeviceAllocator {
   void dissolve_settled_streams(const HeapSet& keep) GPUMEMX_REQUIRES(work_mu_, mu_);
 
   // sharing.cpp
+  std::optional<Result<SharedRange>> share_as_it_is(DeviceAddr address)
+      GPUMEMX_EXCLUDES(work_mu_, mu_);
+  Result<Block*> block_in_use(DeviceAddr address) const GPUMEMX_REQUIRES(mu_);
   Backing backing_of(const Block& block) const GPUMEMX_REQUIRES(mu_);
   Result<SharedRange> export_block(Block& block, const std::vector<Mapping*>& mappings)
       GPUMEMX_REQUIRES(work_mu_, mu_);

@@ -73,47 +73,67 @@ std::optional<UniformPlan> plan_uniform(const std::vector<BackingPart>& parts, s
 
 // --- sharing a block
 
-namespace {
-
-Error capture_is_active(const char* what) {
-  return {Errc::kCaptureActive, {}, std::string(what) + " during a capture"};
-}
-
-}  // namespace
-
 Result<SharedRange> DeviceAllocator::share(DeviceAddr address) {
   if (shut_down_) return Error{Errc::kShuttingDown, {}, "share"};
   const RelaxedCapture relaxed(driver_);
-  bool is_idle = false;  // the device was idle once since this call began
-  for (;;) {
-    {
-      const MutexLock work(work_mu_);
-      if (is_idle) poll();  // what is free is known to be idle too
-      const MutexLock lock(mu_);
-      const Region* region = books_.arena.region_of(address);
-      Block* block = region == nullptr ? nullptr : region->block_covering(address, books_.blocks);
-      if (block == nullptr || block->state != BlockState::kLive) {
-        return Error{Errc::kInvalidArgument, {}, "share: the address is in no block in use"};
-      }
-      if (region->plain) return SharedRange{region->range, {}};
-      if (!driver_.traits().exportable) {
-        return Error{Errc::kUnsupported, block->size, "share: this device can't export memory"};
-      }
-      Backing backing = backing_of(*block);
-      if (!backing.plan || backing.plan->is_nothing())
-        return export_block(*block, backing.mappings);
-      if (captures_.load() > 0) return capture_is_active("share: memory can't be moved");
-      if (is_idle) {
-        if (auto error = replace_backing(*block, backing)) return *error;
-        return export_block(*block, backing_of(*block).mappings);
-      }
-    }
-    // With no lock held: what the device waits for may be another thread's request.
-    close_epochs();
-    const Status idle = driver_.synchronize();
-    if (!idle.ok()) return idle.error();
-    is_idle = true;
+  if (const auto known = share_as_it_is(address)) return *known;
+  if (captures_.load() > 0) {
+    return Error{Errc::kCaptureActive, {}, "share: memory can't be moved during a capture"};
   }
+
+  // With no lock held: what the device waits for may be another thread's request. First all streams,
+  // then those that are known, so that what is queued on them from now on waits until the memory is
+  // changed. (torch shares in a thread of its queue, while the program goes on.)
+  close_epochs();
+  if (const Status idle = driver_.synchronize(); !idle.ok()) return idle.error();
+  std::vector<StreamRef> streams;
+  {
+    const MutexLock lock(mu_);
+    for (const Timeline* line : timeline_list_) {
+      // Others may be gone, or be another thread's.
+      if (line->stream().permanent) streams.push_back(line->stream().ref);
+    }
+  }
+  const auto held = driver_.hold(streams);
+  if (!held.ok()) return held.error();
+  const auto result = [&]() -> Result<SharedRange> {
+    const MutexLock work(work_mu_);
+    poll();  // what is free is known to be idle too
+    const MutexLock lock(mu_);
+    auto block = block_in_use(address);
+    if (!block.ok()) return block.error();
+    const Backing backing = backing_of(*block.value());
+    if (backing.plan && !backing.plan->is_nothing()) {
+      if (auto error = replace_backing(*block.value(), backing)) return *error;
+    }
+    return export_block(*block.value(), backing_of(*block.value()).mappings);
+  }();
+  driver_.let_go(held.value());
+  return result;
+}
+
+// Nothing where the memory would have to be replaced first.
+std::optional<Result<SharedRange>> DeviceAllocator::share_as_it_is(DeviceAddr address) {
+  const MutexLock work(work_mu_);
+  const MutexLock lock(mu_);
+  const auto block = block_in_use(address);
+  if (!block.ok()) return block.error();
+  if (block.value()->region->plain) return SharedRange{block.value()->region->range, {}};
+  if (!driver_.traits().exportable) {
+    return Error{Errc::kUnsupported, block.value()->size, "share: this device can't export memory"};
+  }
+  const Backing backing = backing_of(*block.value());
+  if (backing.plan && !backing.plan->is_nothing()) return std::nullopt;
+  return export_block(*block.value(), backing.mappings);
+}
+
+Result<Block*> DeviceAllocator::block_in_use(DeviceAddr address) const {
+  const Region* region = books_.arena.region_of(address);
+  Block* block = region == nullptr ? nullptr : region->block_covering(address, books_.blocks);
+  if (block == nullptr || block->state != BlockState::kLive) {
+    return Error{Errc::kInvalidArgument, {}, "share: the address is in no block in use"};
+  }
+  return block;
 }
 
 DeviceAllocator::Backing DeviceAllocator::backing_of(const Block& block) const {
@@ -173,9 +193,8 @@ Result<SharedRange> DeviceAllocator::export_block(Block& block,
 }
 
 // Replaces the handles between those that stay. All that is free on them and behind them is taken away
-// from others meanwhile; other blocks in use there (UniformPlan::disturbs_others) can't be: their owners
-// must queue no work now, which is documented with gpumemx's sharing.
-// REQUIRES: the device was idle since the last work on the block was queued.
+// from others meanwhile; other blocks in use there (UniformPlan::disturbs_others) can't be.
+// REQUIRES: the device was idle, and the streams that are known are held.
 std::optional<Error> DeviceAllocator::replace_backing(Block& block, const Backing& backing) {
   const UniformPlan& plan = *backing.plan;
   Heap& heap = *block.heap;

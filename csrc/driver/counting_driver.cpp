@@ -144,6 +144,10 @@ Status CountingDriver::copy(DeviceAddr to, DeviceAddr from, Bytes size) {
   return timed(DriverCall::kCopy, {}, [&] { return real_.copy(to, from, size); });
 }
 
+Result<HoldId> CountingDriver::hold(const std::vector<StreamRef>& streams) {
+  return timed(DriverCall::kHold, {}, [&] { return real_.hold(streams); });
+}
+
 DriverFigures CountingDriver::figures() const {
   MutexLock lock(mu_);
   return meter_.figures();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // A decorator that forwards every call to another driver, times it and charges a meter: what the
-// simulation does with modelled time, on a device with real time. free(), wait() and synchronize()
-// include the work that they wait for.
+// simulation does with modelled time, on a device with real time. free(), wait(), synchronize()
+// and hold() include the work that they wait for.
 //
 // A set_access() over n mappings is charged as n calls of equal time, as in SimDriver.
 // Thread-safe; holds no lock while it forwards.
@@ -48,6 +48,8 @@ class CountingDriver final : public DeviceDriver {
   Result<DeviceMemory> memory() override GPUMEMX_EXCLUDES(mu_);
   Status synchronize() override GPUMEMX_EXCLUDES(mu_);
   Status copy(DeviceAddr to, DeviceAddr from, Bytes size) override GPUMEMX_EXCLUDES(mu_);
+  Result<HoldId> hold(const std::vector<StreamRef>& streams) override GPUMEMX_EXCLUDES(mu_);
+  void let_go(HoldId hold) override { real_.let_go(hold); }
 
   DriverFigures figures() const GPUMEMX_EXCLUDES(mu_);
 

@@ -24,6 +24,7 @@ const char* to_string(DriverCall call) {
     case DriverCall::kMemory: return "memory";
     case DriverCall::kSynchronize: return "synchronize";
     case DriverCall::kCopy: return "copy";
+    case DriverCall::kHold: return "hold";
   }
   return "unknown";
 }

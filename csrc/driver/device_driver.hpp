@@ -18,7 +18,7 @@
 // and a mapping is unmapped whole. One handle may stand behind several ranges at once: they are
 // aliases, coherent between kernels in stream order. The device may touch a range only while it is
 // USABLE. No call here waits for work that is running, except wait(), wait_any(), free(),
-// synchronize() and copy().
+// synchronize(), copy() and hold().
 //
 // Other processes reach a handle through a descriptor, or a fabric handle where the machine has them:
 // export_handle() on one side, import_handle() or import_fabric() on the other. Other devices of this
@@ -28,7 +28,7 @@
 // device. For devices without virtual memory, and for pools whose users need one driver allocation.
 //
 // Captures: reserve, create, map, set_access, unmap and release are allowed while any stream
-// captures, from any thread. query, wait, wait_any, allocate, free, synchronize and copy called from
+// captures, from any thread. query, wait, wait_any, allocate, free, synchronize, copy and hold called from
 // *any* thread end a capture in global mode as invalid, unless the calling thread's capture mode is
 // relaxed: see RelaxedCapture.
 //
@@ -80,13 +80,16 @@ enum class DriverCall {
   kMemory,
   kSynchronize,
   kCopy,
+  kHold,
 };
-inline constexpr int kDriverCallKinds = 17;
+inline constexpr int kDriverCallKinds = 18;
 const char* to_string(DriverCall call);
 
 // What another process sends instead of a descriptor where memory is exported over a fabric: the
 // driver's own bytes.
 using FabricHandle = std::array<std::byte, 64>;
+
+enum class HoldId : std::uint64_t {};  // streams that are held; 0 is none
 
 enum class CaptureMode { kGlobal, kThreadLocal, kRelaxed };
 
@@ -112,7 +115,8 @@ class DeviceDriver {
   // Fails: kOutOfMemory when the driver holds all the mappings it can.
   virtual Status set_access(AddrRange range, const std::vector<int>& peers) = 0;
   Status set_access(AddrRange range) { return set_access(range, {}); }
-  // REQUIRES: range is that of one map() call, and no work that touches it is queued or running.
+  // REQUIRES: range is that of one map() call, and no work that touches it is queued or running, but on
+  // streams that are held until something is USABLE there again.
   virtual Status unmap(AddrRange range) = 0;
 
   // A file descriptor that another process can import. It is the driver's: made at the first call
@@ -155,6 +159,13 @@ class DeviceDriver {
   // Copies memory of this device; blocks until it is there. REQUIRES: both ranges are USABLE and do not
   // overlap, and no work that touches them is queued or running.
   virtual Status copy(DeviceAddr to, DeviceAddr from, Bytes size) = 0;
+
+  // Blocks until what is queued on the streams is done; what is queued on them afterwards, by whomever,
+  // does not start before let_go(). Nobody may wait for that work meanwhile and then let_go(); other
+  // callbacks of the program on the host wait too, so let go within moments.
+  // REQUIRES: the streams exist. Fails: kCaptureActive when one captures; then nothing is held.
+  virtual Result<HoldId> hold(const std::vector<StreamRef>& streams) = 0;
+  virtual void let_go(HoldId hold) = 0;  // never fails, never blocks
 };
 
 // While it lives, calls of this thread that captures in global mode forbid are allowed. Every driver

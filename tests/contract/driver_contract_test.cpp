@@ -482,6 +482,31 @@ TEST_P(DriverContract, SynchronizeWaitsForWorkOnAllStreams) {
   driver_->recycle(theirs);
 }
 
+TEST_P(DriverContract, HeldWorkMeetsTheMemoryThatIsThereAfterwards) {
+  const Page page = make_page();
+  const HandleId other = create(page_);
+  device_->fill(main_, page.range, 5);
+  const auto held = driver_->hold({main_, other_});
+  ASSERT_TRUE(held.ok());
+  device_->fill(main_, page.range, 6);  // queued over the old memory
+  unmap(page.range);
+  make_usable(page.range, other);
+  const AddrRange elsewhere = reserve(page_);
+  make_usable(elsewhere, page.handle);
+  driver_->let_go(held.value());
+  device_->check(main_, page.range, 6);
+  device_->check(main_, elsewhere, 5);
+}
+
+TEST_P(DriverContract, NothingIsHeldWhereAStreamCaptures) {
+  const Page page = make_page();
+  device_->begin_capture(other_, CaptureMode::kRelaxed);
+  EXPECT_EQ(error_of(driver_->hold({main_, other_})), Errc::kCaptureActive);
+  EXPECT_TRUE(device_->end_capture(other_));
+  device_->fill(main_, page.range, 5);
+  device_->check(main_, page.range, 5);
+}
+
 TEST_P(DriverContract, ACopyIsThereWhenTheCallReturns) {
   const Page from = make_page();
   const Page to = make_page();

@@ -9,6 +9,9 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -539,6 +542,79 @@ Status CudaDriver::copy(DeviceAddr to, DeviceAddr from, Bytes size) {
   (void)cu_.stream_destroy(stream);
   if (r != CUDA_SUCCESS) return fail(call, r, size);
   return ok_status();
+}
+
+class CudaDriver::Gate {
+ public:
+  void open() {
+    {
+      const std::lock_guard lock(mu_);
+      is_open_ = true;
+    }
+    opened_.notify_all();
+  }
+
+  // Runs on a thread of the driver, which may make no call to it. `data`: a shared pointer of its own.
+  static void CUDA_CB pass(void* data) {
+    const std::unique_ptr<std::shared_ptr<Gate>> owned(static_cast<std::shared_ptr<Gate>*>(data));
+    Gate& gate = **owned;
+    std::unique_lock lock(gate.mu_);
+    gate.opened_.wait(lock, [&] { return gate.is_open_; });
+  }
+
+ private:
+  std::mutex mu_;
+  std::condition_variable opened_;
+  bool is_open_ = false;
+};
+
+Result<HoldId> CudaDriver::hold(const std::vector<StreamRef>& streams) {
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  const auto gate = std::make_shared<Gate>();
+  std::vector<EventId> before;
+  std::optional<Error> error;
+  for (const StreamRef stream : streams) {
+    const auto event = record(stream);  // refuses streams that capture
+    if (!event.ok()) {
+      error = event.error();
+      break;
+    }
+    before.push_back(event.value());
+    auto own = std::make_unique<std::shared_ptr<Gate>>(gate);
+    const CUresult r = cu_.launch_host(as_stream(stream), &Gate::pass, own.get());
+    if (r != CUDA_SUCCESS) {
+      error = fail("cuLaunchHostFunc", r);
+      break;
+    }
+    (void)own.release();  // pass() deletes it
+  }
+  for (const EventId event : before) {
+    if (!error) {
+      if (const Status done = wait(event); !done.ok()) error = done.error();
+    }
+    recycle(event);
+  }
+  if (error) {
+    gate->open();
+    return *error;
+  }
+  MutexLock lock(mu_);
+  const HoldId id{next_hold_++};
+  gates_.emplace(id, gate);
+  return id;
+}
+
+void CudaDriver::let_go(HoldId hold) {
+  std::shared_ptr<Gate> gate;
+  {
+    MutexLock lock(mu_);
+    const auto found = gates_.find(hold);
+    if (found == gates_.end()) return;
+    gate = std::move(found->second);
+    gates_.erase(found);
+  }
+  gate->open();
 }
 
 Result<StreamId> CudaDriver::stream_id(std::uint64_t native) {

@@ -59,6 +59,9 @@ class CudaDriver final : public DeviceDriver {
   Result<DeviceMemory> memory() override;
   Status synchronize() override;
   Status copy(DeviceAddr to, DeviceAddr from, Bytes size) override;
+  Result<HoldId> hold(const std::vector<StreamRef>& streams) override
+      GPUMEMX_EXCLUDES(mu_, events_mu_);
+  void let_go(HoldId hold) override GPUMEMX_EXCLUDES(mu_);
 
   // The CUmemGenericAllocationHandle behind `handle`, or 0.
   std::uint64_t native_handle(HandleId handle) const GPUMEMX_EXCLUDES(mu_);
@@ -72,6 +75,7 @@ class CudaDriver final : public DeviceDriver {
     std::uint64_t mappings = 0;
     int fd = -1;  // exported as; closed with the handle
   };
+  class Gate;  // what held streams wait at
   struct Mapping {
     Bytes size;
     HandleId handle;
@@ -102,6 +106,8 @@ class CudaDriver final : public DeviceDriver {
   std::map<DeviceAddr, Mapping> mappings_ GPUMEMX_GUARDED_BY(mu_);
   std::map<DeviceAddr, Bytes> reserved_ GPUMEMX_GUARDED_BY(mu_);
   std::uint64_t next_handle_ GPUMEMX_GUARDED_BY(mu_) = 1;
+  std::unordered_map<HoldId, std::shared_ptr<Gate>> gates_ GPUMEMX_GUARDED_BY(mu_);
+  std::uint64_t next_hold_ GPUMEMX_GUARDED_BY(mu_) = 1;
 
   Mutex events_mu_;  // a leaf
   std::vector<CUevent_st*> idle_events_ GPUMEMX_GUARDED_BY(events_mu_);

@@ -210,7 +210,7 @@ void SimDriver::note_queued_uses(const PastCall& call, DeviceAddr begin) {
   if (mapping == nullptr || (call.call == DriverCall::kUnmap && range != call.range)) return;
   for (const LastUse& use : mapping->uses) {
     const SimStreams::Item* item = streams_.find(use.stream, use.seq);
-    if (item == nullptr) continue;
+    if (item == nullptr || streams_.is_held(use.stream)) continue;
     const auto access = std::find_if(
         item->accesses.begin(), item->accesses.end(),
         [&](const Access& a) { return a.range.overlaps(range) && a.range.overlaps(call.range); });
@@ -323,6 +323,37 @@ Status SimDriver::copy(DeviceAddr to, DeviceAddr from, Bytes size) {
   if (auto wrong = memory_.copy(to, from, size)) return refuse(call, misuse(*wrong));
   charge(kCall, {}, size);
   return ok_status();
+}
+
+Result<HoldId> SimDriver::hold(const std::vector<StreamRef>& streams) {
+  constexpr auto kCall = DriverCall::kHold;
+  if (!announce(kCall)) return shutting_down(kCall);
+  MutexLock lock(mu_);
+  if (auto error = begin(kCall)) return *error;
+  if (auto error = refuse_if_captures_forbid(kCall)) return *error;
+  for (const StreamRef stream : streams) {
+    if (auto why = unusable(stream)) return refuse({kCall, serial_, {}}, *why);
+    if (captures_.find(stream.id) != nullptr) {
+      return refuse({kCall, serial_, {}},
+                    {Errc::kCaptureActive, describe(stream.id) + " is capturing"});
+    }
+  }
+  finish_all();
+  for (const StreamRef stream : streams) streams_.hold(stream.id);
+  charge(kCall);
+  const HoldId id{serial_};
+  holds_.emplace(id, streams);
+  return id;
+}
+
+void SimDriver::let_go(HoldId hold) {
+  MutexLock lock(mu_);
+  ++serial_;
+  const auto found = holds_.find(hold);
+  if (found == holds_.end()) return note("let_go #" + std::to_string(serial_) + ": no such hold");
+  for (const StreamRef stream : found->second) streams_.let_go(stream.id);
+  holds_.erase(found);
+  streams_.catch_up();
 }
 
 Result<StreamId> SimDriver::stream_id(std::uint64_t native) {

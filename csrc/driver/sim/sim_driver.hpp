@@ -21,6 +21,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -73,6 +74,9 @@ class SimDriver final : public DeviceDriver {
   Status synchronize() override GPUMEMX_EXCLUDES(mu_);  // all queued work runs first
   // Noted as a hazard: queued work that touches either range.
   Status copy(DeviceAddr to, DeviceAddr from, Bytes size) override GPUMEMX_EXCLUDES(mu_);
+  // Here too all queued work runs first. Who waits for held work lets it run.
+  Result<HoldId> hold(const std::vector<StreamRef>& streams) override GPUMEMX_EXCLUDES(mu_);
+  void let_go(HoldId hold) override GPUMEMX_EXCLUDES(mu_);
 
   // Time, in microseconds from the start. Only these, wait(), wait_any(), free() and synchronize() move
   // it, never back.
@@ -186,6 +190,7 @@ class SimDriver final : public DeviceDriver {
   DriverMeter meter_ GPUMEMX_GUARDED_BY(mu_);
   DriverFigures meter_start_ GPUMEMX_GUARDED_BY(mu_);  // what reset_meter() saw
   std::uint64_t serial_ GPUMEMX_GUARDED_BY(mu_) = 0;   // of the newest call or launch
+  std::map<HoldId, std::vector<StreamRef>> holds_ GPUMEMX_GUARDED_BY(mu_);
   std::int64_t waited_us_ GPUMEMX_GUARDED_BY(mu_) = 0;
   std::uint64_t waits_ GPUMEMX_GUARDED_BY(mu_) = 0;
 

@@ -6,6 +6,7 @@
 #include <map>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "driver/sim/sim_machine.hpp"
 #include "support/error_of.hpp"
@@ -189,6 +190,27 @@ TEST_F(SharingTest, ReplacingWaitsForTheWorkOfAllStreams) {
   free(a);
 }
 
+TEST_F(SharingTest, WorkQueuedMeanwhileRunsOnTheNewMemory) {
+  for (const DriverCall when : {DriverCall::kCopy, DriverCall::kUnmap}) {
+    const DeviceAddr a = alloc(100_MiB);
+    fill(a, 100_MiB, 1000);
+    bool is_done = false;
+    gpu_.set_call_hook([&](DriverCall call) {
+      if (call != when || std::exchange(is_done, true)) return;
+      fill(a, 50_MiB, 3000);  // by another thread of the program, before the memory is away
+    });
+    const DeviceAddr there = import(share(a));
+    gpu_.set_call_hook({});
+    EXPECT_TRUE(is_done);
+    check(a, 50_MiB, 3000);
+    check(a + 50_MiB, 50_MiB, 1050);
+    check(there, 50_MiB, 3000);
+    allocator_->close_import(there);
+    free(a);
+    allocator_->trim({});
+  }
+}
+
 TEST_F(SharingTest, SmallBlocksOfOneHandleShareIt) {
   std::vector<DeviceAddr> blocks;
   for (int i = 0; i < 40; ++i) blocks.push_back(alloc(100_KiB));
@@ -343,9 +365,10 @@ TEST_F(SharingTest, SharingNeedsRoomForTheCopyWithinTheCap) {
 }
 
 TEST_F(SharingTest, EveryDriverCallMayFail) {
-  for (const DriverCall call : {DriverCall::kSynchronize, DriverCall::kReserve, DriverCall::kCreate,
-                                DriverCall::kMap, DriverCall::kSetAccess, DriverCall::kCopy,
-                                DriverCall::kUnmap, DriverCall::kExport, DriverCall::kRelease}) {
+  for (const DriverCall call :
+       {DriverCall::kSynchronize, DriverCall::kHold, DriverCall::kReserve, DriverCall::kCreate,
+        DriverCall::kMap, DriverCall::kSetAccess, DriverCall::kCopy, DriverCall::kUnmap,
+        DriverCall::kExport, DriverCall::kRelease}) {
     for (std::uint64_t n = 1;; ++n) {
       SCOPED_TRACE(std::string(to_string(call)) + " " + std::to_string(n));
       start({});
