@@ -332,8 +332,8 @@ class DeviceAllocator {
   Backing backing_of(const Block& block) const GPUMEMX_REQUIRES(mu_);
   Result<SharedRange> export_block(Block& block, const std::vector<Mapping*>& mappings)
       GPUMEMX_REQUIRES(work_mu_, mu_);
-  std::optional<Error> replace_backing(Block& block, const Backing& backing)
-      GPUMEMX_REQUIRES(work_mu_, mu_);
+  std::optional<Error> make_room_for_copy(const Backing& backing) GPUMEMX_REQUIRES(work_mu_, mu_);
+  std::optional<Error> replace_backing(Block& block) GPUMEMX_REQUIRES(work_mu_, mu_);
   std::optional<Error> exchange_memory(Exchange& work) GPUMEMX_REQUIRES(work_mu_);
   void close_ended_imports() GPUMEMX_EXCLUDES(work_mu_);
   bool unmap_for_good(AddrRange range) GPUMEMX_REQUIRES(work_mu_);

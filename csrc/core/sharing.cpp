@@ -27,6 +27,8 @@ constexpr double kCopyPageUs = 1.1;
 constexpr double kExtraPageUs = 300;
 constexpr double kDisturbUs = 1e9;  // only when nothing else serves
 
+constexpr int kHoldTries = 40;  // ten seconds in which the streams never come to rest
+
 }  // namespace
 
 std::optional<UniformPlan> plan_uniform(const std::vector<BackingPart>& parts, std::uint64_t room) {
@@ -81,35 +83,43 @@ Result<SharedRange> DeviceAllocator::share(DeviceAddr address) {
     return Error{Errc::kCaptureActive, {}, "share: memory can't be moved during a capture"};
   }
 
-  // With no lock held: what the device waits for may be another thread's request. First all streams,
-  // then those that are known, so that what is queued on them from now on waits until the memory is
-  // changed. (torch shares in a thread of its queue, while the program goes on.)
-  close_epochs();
-  if (const Status idle = driver_.synchronize(); !idle.ok()) return idle.error();
-  std::vector<StreamRef> streams;
-  {
-    const MutexLock lock(mu_);
-    for (const Timeline* line : timeline_list_) {
-      // Others may be gone, or be another thread's.
-      if (line->stream().permanent) streams.push_back(line->stream().ref);
-    }
-  }
-  const auto held = driver_.hold(streams);
-  if (!held.ok()) return held.error();
-  const auto result = [&]() -> Result<SharedRange> {
+  for (int tries = 0; tries < kHoldTries; ++tries) {
+    // With no lock held: what the device waits for may be another thread's request.
+    close_epochs();
+    if (const Status idle = driver_.synchronize(); !idle.ok()) return idle.error();
     const MutexLock work(work_mu_);
     poll();  // what is free is known to be idle too
-    const MutexLock lock(mu_);
-    auto block = block_in_use(address);
-    if (!block.ok()) return block.error();
-    const Backing backing = backing_of(*block.value());
-    if (backing.plan && !backing.plan->is_nothing()) {
-      if (auto error = replace_backing(*block.value(), backing)) return *error;
+    std::vector<StreamRef> streams;
+    {
+      const MutexLock lock(mu_);
+      const auto block = block_in_use(address);
+      if (!block.ok()) return block.error();
+      if (auto error = make_room_for_copy(backing_of(*block.value()))) return *error;
+      for (const Timeline* line : timeline_list_) {
+        // Others may be gone, or be another thread's.
+        if (line->stream().permanent) streams.push_back(line->stream().ref);
+      }
     }
-    return export_block(*block.value(), backing_of(*block.value()).mappings);
-  }();
-  driver_.let_go(held.value());
-  return result;
+    // What the program queues from now on waits: torch shares in a thread of its queue, while the program
+    // goes on. With work_mu_ held, since whoever has it may be in a call that waits for these streams.
+    const auto held = driver_.hold(streams);
+    if (!held.ok()) return held.error();
+    if (held.value() == HoldId{}) continue;  // something long was queued just now
+    std::optional<Error> error;
+    std::optional<Result<Block*>> block;
+    {
+      const MutexLock lock(mu_);
+      block = block_in_use(address);
+      if (block->ok()) error = replace_backing(*block->value());
+    }
+    driver_.let_go(held.value());
+    if (error) return *error;
+    const MutexLock lock(mu_);
+    block = block_in_use(address);
+    if (!block->ok()) return block->error();
+    return export_block(*block->value(), backing_of(*block->value()).mappings);
+  }
+  return Error{Errc::kDriverFailure, {}, "share: the streams of this device never come to rest"};
 }
 
 // Nothing where the memory would have to be replaced first.
@@ -192,10 +202,21 @@ Result<SharedRange> DeviceAllocator::export_block(Block& block,
   return shared;
 }
 
+// The old memory and the new stand side by side for a moment.
+std::optional<Error> DeviceAllocator::make_room_for_copy(const Backing& backing) {
+  if (!backing.plan) return std::nullopt;
+  const Bytes more = kPage * (backing.plan->created * backing.plan->pages);
+  if (reserved() + more > cap()) (void)release_idle(cap() < more ? Bytes{} : cap() - more);
+  if (reserved() + more <= cap()) return std::nullopt;
+  return Error{Errc::kOutOfMemory, more, "share: no room for a copy of the block's memory"};
+}
+
 // Replaces the handles between those that stay. All that is free on them and behind them is taken away
 // from others meanwhile; other blocks in use there (UniformPlan::disturbs_others) can't be.
 // REQUIRES: the device was idle, and the streams that are known are held.
-std::optional<Error> DeviceAllocator::replace_backing(Block& block, const Backing& backing) {
+std::optional<Error> DeviceAllocator::replace_backing(Block& block) {
+  const Backing backing = backing_of(block);
+  if (!backing.plan || backing.plan->is_nothing()) return std::nullopt;
   const UniformPlan& plan = *backing.plan;
   Heap& heap = *block.heap;
   Region& region = *block.region;
@@ -205,15 +226,6 @@ std::optional<Error> DeviceAllocator::replace_backing(Block& block, const Backin
   const Bytes size = kPage * plan.pages;
   const AddrRange before{old.front()->begin, old.back()->end() - old.front()->begin};
   const AddrRange after{before.begin, size * plan.created};
-
-  // Both stand side by side for a moment.
-  if (reserved() + after.size > cap()) {
-    (void)release_idle(cap() < after.size ? Bytes{} : cap() - after.size);
-    if (reserved() + after.size > cap()) {
-      return Error{Errc::kOutOfMemory, after.size,
-                   "share: no room for a copy of the block's memory"};
-    }
-  }
 
   std::vector<Unmap> unmaps;
   for (DeviceAddr a = before.end(); a < after.end(); a = a + kPage) {

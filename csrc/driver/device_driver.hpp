@@ -160,8 +160,9 @@ class DeviceDriver {
   // overlap, and no work that touches them is queued or running.
   virtual Status copy(DeviceAddr to, DeviceAddr from, Bytes size) = 0;
 
-  // Blocks until what is queued on the streams is done; what is queued on them afterwards, by whomever,
-  // does not start before let_go(). Nobody may wait for that work meanwhile and then let_go(); other
+  // What is queued on the streams from now on, by whomever, does not start before let_go(). Blocks until
+  // what was queued before is done, for a quarter of a second at most: then nothing is held, and the
+  // result is HoldId{}. Until let_go() call nothing that waits for the device, free() above all; other
   // callbacks of the program on the host wait too, so let go within moments.
   // REQUIRES: the streams exist. Fails: kCaptureActive when one captures; then nothing is held.
   virtual Result<HoldId> hold(const std::vector<StreamRef>& streams) = 0;

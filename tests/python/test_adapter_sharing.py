@@ -2,7 +2,7 @@
 """Sharing as the adapter does it, over simulated devices: the bytes, the receiver, what it refuses.
 
 A simulated device exists in one process, so here a process receives what it shared itself, through
-descriptors that it takes from itself as it would from another. tests/gpu/test_sharing.py has the rest.
+descriptors that it takes from itself as it would from another. The rest: tests/gpu/test_sharing.py.
 """
 
 import ast
@@ -301,10 +301,11 @@ def test_a_block_at_an_address() -> None:
         free(a)
         at(0, 1000, 1, a + MIB)
         assert gpumemx.memory_info(0).live == 1024
-        for size, address, part in ((512, a + MIB, "exact address"), (512, a + 1, "multiple of 512"),
-                                    (512, 0x200000, "exact address")):
+        taken, odd, foreign = a + MIB, a + 1, 0x200000
+        for address, part in ((taken, "exact address"), (odd, "multiple of 512"),
+                              (foreign, "exact address")):
             try:
-                at(0, size, 1, address)
+                at(0, 512, 1, address)
                 raise AssertionError("allocated")
             except RuntimeError as error:
                 assert part in str(error), error

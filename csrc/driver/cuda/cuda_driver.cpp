@@ -23,6 +23,7 @@ namespace gpumemx {
 namespace {
 
 constexpr std::chrono::microseconds kFirstPause{10}, kLongestPause{200};  // of wait_any()
+constexpr std::chrono::milliseconds kLongestRest{250};                    // that hold() waits
 
 CUstream as_stream(StreamRef stream) { return reinterpret_cast<CUstream>(stream.native); }
 CUevent as_event(EventId event) {
@@ -589,15 +590,27 @@ Result<HoldId> CudaDriver::hold(const std::vector<StreamRef>& streams) {
     }
     (void)own.release();  // pass() deletes it
   }
+  const auto until = std::chrono::steady_clock::now() + kLongestRest;
+  bool is_late = false;
   for (const EventId event : before) {
-    if (!error) {
-      if (const Status done = wait(event); !done.ok()) error = done.error();
+    while (!error && !is_late) {
+      const auto reached = query(event);
+      if (!reached.ok()) {
+        error = reached.error();
+      } else if (reached.value()) {
+        break;
+      } else if (std::chrono::steady_clock::now() > until) {
+        is_late = true;
+      } else {
+        std::this_thread::sleep_for(kFirstPause);
+      }
     }
     recycle(event);
   }
-  if (error) {
+  if (error || is_late) {
     gate->open();
-    return *error;
+    if (error) return *error;
+    return HoldId{};
   }
   MutexLock lock(mu_);
   const HoldId id{next_hold_++};
