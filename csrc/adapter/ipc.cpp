@@ -5,7 +5,6 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
-#include <cuda_runtime_api.h>
 #include <sys/syscall.h>
 #include <torch/version.h>
 #include <unistd.h>

@@ -266,6 +266,7 @@ std::optional<Error> DeviceAllocator::replace_backing(Block& block) {
     heap.exchange(old, fresh, after);
     books_.stats.paths.created += fresh.size();
     books_.stats.paths.rebacked += fresh.size();
+    if (plan.disturbs_others) ++books_.stats.paths.disturbed;
   }
   for (Handle* handle : idle) books_.handles.loose().push(handle);
   for (Block* filling : fillings) heap.cancel_fill(filling);

@@ -84,6 +84,7 @@ py::dict paths(const Stats& stats) {
   d["aliases_dropped"] = p.aliases_dropped;
   d["fences"] = p.fences;
   d["rebacked"] = p.rebacked;
+  d["disturbed"] = p.disturbed;
   d["dormant_aliases"] = stats.dormant_aliases;
   return d;
 }

@@ -338,8 +338,10 @@ Result<HoldId> SimDriver::hold(const std::vector<StreamRef>& streams) {
                     {Errc::kCaptureActive, describe(stream.id) + " is capturing"});
     }
   }
-  finish_all();
-  for (const StreamRef stream : streams) streams_.hold(stream.id);
+  for (const StreamRef stream : streams) {
+    streams_.complete(stream.id, UINT64_MAX);
+    streams_.hold(stream.id);
+  }
   charge(kCall);
   const HoldId id{serial_};
   holds_.emplace(id, streams);

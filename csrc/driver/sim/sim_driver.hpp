@@ -74,7 +74,7 @@ class SimDriver final : public DeviceDriver {
   Status synchronize() override GPUMEMX_EXCLUDES(mu_);  // all queued work runs first
   // Noted as a hazard: queued work that touches either range.
   Status copy(DeviceAddr to, DeviceAddr from, Bytes size) override GPUMEMX_EXCLUDES(mu_);
-  // Here too all queued work runs first. Who waits for held work lets it run.
+  // What is queued on the streams runs at once, in no time. Who waits for held work lets it run.
   Result<HoldId> hold(const std::vector<StreamRef>& streams) override GPUMEMX_EXCLUDES(mu_);
   void let_go(HoldId hold) override GPUMEMX_EXCLUDES(mu_);
 

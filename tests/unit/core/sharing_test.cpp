@@ -428,6 +428,50 @@ TEST_F(SharingTest, AnImportThatFailsLeavesNothing) {
   free(a);
 }
 
+TEST_F(SharingTest, NeighboursMayBeFreedMeanwhile) {
+  std::uint64_t disturbed = 0;
+  for (std::uint32_t seed = 0; seed < 40; ++seed) {
+    SCOPED_TRACE(seed);
+    start({});
+    std::mt19937 random(seed);
+    std::map<DeviceAddr, Bytes> live;
+    const auto add = [&](int count, std::uint64_t largest) {
+      for (int i = 0; i < count; ++i) {
+        const Bytes size = block_size({1'100'000 + random() % largest});
+        live[alloc(size)] = size;
+      }
+    };
+    add(30, 30'000'000);
+    for (int i = 0; i < 20; ++i) {
+      auto gone = std::next(live.begin(), static_cast<std::ptrdiff_t>(random() % live.size()));
+      allocator_->free(gone->first);
+      live.erase(gone);
+      gpu_.complete_all();
+      add(static_cast<int>(random() % 2), 12'000'000);
+    }
+    for (const auto& [at, size] : live) gpu_.launch(main_, {writes({at, size}, at.n)});
+    while (live.size() > 2) {
+      const auto shared = std::next(live.begin());
+      const auto neighbour = random() % 2 == 0 ? live.begin() : std::next(shared);
+      gpu_.set_call_hook([&](DriverCall call) {
+        if (call == DriverCall::kCopy) (void)allocator_->free_if_live(neighbour->first);
+      });
+      share(shared->first);
+      gpu_.set_call_hook({});
+      gpu_.launch(main_, {reads({shared->first, shared->second}, shared->first.n)});
+      (void)allocator_->free_if_live(neighbour->first);
+      allocator_->free(shared->first);
+      live.erase(neighbour);
+      live.erase(shared);
+      ASSERT_EQ(allocator_->validate().value_or(""), "");
+      ASSERT_EQ(joined_hazards(gpu_), "");
+    }
+    for (const auto& [at, size] : live) free(at);
+    disturbed += paths().disturbed;
+  }
+  EXPECT_GT(disturbed, 20u);
+}
+
 // Blocks come and go, some are shared; what every block and every consumer holds is known throughout.
 TEST_F(SharingTest, RandomProgramsKeepAllContents) {
   struct Live {
