@@ -377,6 +377,10 @@ void Heap::exchange(const std::vector<Mapping*>& old, const std::vector<Handle*>
       if (!b->is_free()) ++mapping->uses;
     }
     segment_changed(mapping, true);
+    if (mapping->uses == 0) {  // only what was freed meanwhile stands here
+      handle->last_use = last_use;
+      retire(handle);
+    }
   }
   for (Block* b : ready) link(b);
 }
