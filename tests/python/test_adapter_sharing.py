@@ -246,7 +246,7 @@ def test_shared_memory_is_in_nobodys_way() -> None:
             pick = random.Random(1)
             held = []
             while not stop:
-                held.append(alloc(pick.randrange(1, 60) * 1_000_000, stream=3))
+                held.append(alloc(pick.randrange(1, 60) * 1_000_000))
                 if len(held) > 8:
                     free(held.pop(pick.randrange(len(held))))
             for address in held:
