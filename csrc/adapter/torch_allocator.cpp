@@ -36,14 +36,7 @@ void delete_uncached(void* ptr) {
   C10_CUDA_CHECK(cudaFree(ptr));
 }
 
-[[noreturn]] void not_yet(const char* what) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "gpumemx ", build::kVersion, " does not support ", what,
-                              " yet. Run without gpumemx.install_allocator() (or with "
-                              "GPUMEMX_DISABLE=1) where you need it.");
-  std::abort();  // not reached; the macro throws
-}
-
-constexpr int kStreamsPerPool = 32;  // torch's own number
+constexpr int kStreamsPerPool = 32;  // of torch's, for each priority
 
 bool environment_is_set(const char* name) {
   const char* value = std::getenv(name);
@@ -135,6 +128,17 @@ bool TorchAllocator::is_torch_stream(c10::DeviceIndex device, cudaStream_t strea
                             reinterpret_cast<std::uintptr_t>(stream));
 }
 
+// Calls allocate(request) with the pool in it that torch routes to at this moment.
+template <class Allocate>
+auto TorchAllocator::routed(c10::DeviceIndex device, AllocRequest& request, Allocate allocate) {
+  if (C10_LIKELY(!pools_.is_routing(device))) return allocate(request);
+  const PrivatePools::Use pool = pools_.route(
+      core(device), device, reinterpret_cast<cudaStream_t>(request.stream.ref.native));  // NOLINT
+  request.stream.capturing = pool.in_capture();
+  request.pool = pool.pool();
+  return allocate(request);
+}
+
 void* TorchAllocator::allocate_on(c10::DeviceIndex device, std::size_t nbytes,
                                   const StreamInfo& stream) {
   gpumemx::DeviceAllocator& allocator = core(device);
@@ -145,14 +149,8 @@ void* TorchAllocator::allocate_on(c10::DeviceIndex device, std::size_t nbytes,
                        0,
                        because.context(),
                        reject_above_cap_.load(std::memory_order_relaxed)};
-  AllocResult result = [&] {
-    if (C10_LIKELY(!pools_.is_routing(device))) return allocator.allocate(request);
-    const PrivatePools::Use pool = pools_.route(
-        allocator, device, reinterpret_cast<cudaStream_t>(stream.ref.native));  // NOLINT
-    request.stream.capturing = pool.in_capture();
-    request.pool = pool.pool();
-    return allocator.allocate(request);
-  }();
+  AllocResult result =
+      routed(device, request, [&](const AllocRequest& r) { return allocator.allocate(r); });
   if (C10_UNLIKELY(!result.ok())) {
     if (const std::exception_ptr thrown = PrivatePools::take_thrown()) {
       std::rethrow_exception(thrown);
@@ -165,14 +163,18 @@ void* TorchAllocator::allocate_on(c10::DeviceIndex device, std::size_t nbytes,
     std::rethrow_exception(failure);
   }
   void* ptr = pointer_to(result.address);
+  tell_allocated(device, ptr, result.size);
+  return ptr;
+}
+
+void TorchAllocator::tell_allocated(c10::DeviceIndex device, void* ptr, Bytes size) {
   if (const c10::impl::PyInterpreter* interp = c10::impl::GPUTrace::get_trace();
       C10_UNLIKELY(interp)) {
-    (*interp)->trace_gpu_memory_allocation(c10::kCUDA, result.address.n);
+    (*interp)->trace_gpu_memory_allocation(c10::kCUDA, address_of(ptr).n);
   }
   if (C10_UNLIKELY(c10::memoryProfilingEnabled())) {
-    report(device, ptr, static_cast<std::int64_t>(result.size.n));
+    report(device, ptr, static_cast<std::int64_t>(size.n));
   }
-  return ptr;
 }
 
 c10::DataPtr TorchAllocator::allocate(std::size_t nbytes) {
@@ -412,24 +414,23 @@ std::vector<torch_alloc::StreamSegmentSize> TorchAllocator::getExpandableSegment
 
 void TorchAllocator::cacheInfo(c10::DeviceIndex device, std::size_t* largest_block) {
   Device& d = open(device);
-  const MemoryFigures figures = d.allocator->memory_figures();
-  // In and out: 0 asks for what the device has free to be counted too. All idle handles can be
-  // mapped side by side, so together they are one block.
-  std::size_t largest = *largest_block;
-  if (largest == 0) largest = figures.device_free.n;
-  *largest_block = std::max<std::size_t>({largest, figures.largest_free.n, figures.idle.n});
+  // In and out: 0 asks for what the device has free to be counted too.
+  if (*largest_block == 0) {
+    if (const auto memory = d.counting->memory(); memory.ok()) {
+      *largest_block = memory.value().free.n;
+    }
+  }
+  *largest_block = std::max<std::size_t>(*largest_block, d.allocator->largest_cached().n);
 }
 
 void* TorchAllocator::getBaseAllocation(void* ptr, std::size_t* size) {
   const int device = devices_.owner_of(address_of(ptr));
   if (device < 0 && previous_ != nullptr) return previous_->getBaseAllocation(ptr, size);
   TORCH_CHECK(device >= 0, "invalid device pointer: ", ptr);
-  for (const SegmentInfo& segment : devices_.if_open(device)->allocator->layout().segments) {
-    if (!segment.range.contains(address_of(ptr))) continue;
-    if (size != nullptr) *size = segment.range.size.n;
-    return pointer_to(segment.range.begin);
-  }
-  TORCH_CHECK(false, "invalid device pointer: ", ptr);
+  const auto segment = devices_.if_open(device)->allocator->segment_of(address_of(ptr));
+  TORCH_CHECK(segment, "invalid device pointer: ", ptr, ": no memory stands there");
+  if (size != nullptr) *size = segment->size.n;
+  return pointer_to(segment->begin);
 }
 
 // --- history, and what follows the allocator's events
@@ -486,19 +487,36 @@ void TorchAllocator::attachAllocatorTraceTracker(torch_alloc::AllocatorTraceTrac
 
 void TorchAllocator::enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex accessed) {
   if (device == accessed) return;
-  // Copies between devices go through memcpyAsync() and need no access; only kernels that read
-  // another device's memory directly do.
-  TORCH_WARN_ONCE(
-      "gpumemx: kernels can't access memory of another device directly yet; copies "
-      "between devices work");
+  {
+    // For plain memory and that of libraries; mapped memory takes a call for each mapping.
+    const c10::cuda::CUDAGuard guard(device);
+    const cudaError_t error = cudaDeviceEnablePeerAccess(accessed, 0);
+    if (error == cudaErrorPeerAccessAlreadyEnabled) {
+      (void)cudaGetLastError();
+    } else {
+      C10_CUDA_CHECK(error);
+    }
+  }
+  add_peer(accessed, device);
+  if (previous_ != nullptr && previous_->initialized()) {
+    previous_->enablePeerAccess(device, accessed);
+  }
+}
+
+void TorchAllocator::add_peer(c10::DeviceIndex device, c10::DeviceIndex peer) {
+  const Status done = open(device).allocator->add_peer(peer);
+  TORCH_CHECK(done.ok(), "gpumemx: device ", static_cast<int>(peer),
+              " can't be given access to the memory of device ", static_cast<int>(device), ": ",
+              done.error().where);
 }
 
 cudaError_t TorchAllocator::memcpyAsync(void* dst, int dst_device, const void* src, int src_device,
                                         std::size_t count, cudaStream_t stream, bool p2p_enabled) {
-  (void)p2p_enabled;  // mapped memory is not accessible from a peer: see enablePeerAccess()
-  if (dst_device == src_device) {
+  if (p2p_enabled || dst_device == src_device) {
     return cudaMemcpyAsync(dst, src, count, cudaMemcpyDeviceToDevice, stream);
   }
+  // Mapped memory that the other device has no access to is copied by this call alone; plain memory
+  // is too.
   return cudaMemcpyPeerAsync(dst, dst_device, src, src_device, count, stream);
 }
 
@@ -621,17 +639,53 @@ torch_alloc::CheckpointDelta TorchAllocator::setCheckpointPoolState(
   return delta;
 }
 
-// --- not there yet
+// --- several processes
 
-c10::DataPtr TorchAllocator::allocateWithAddress(std::size_t, void*) {
-  not_yet("allocateWithAddress");
+torch_alloc::ShareableHandle TorchAllocator::shareIpcHandle(void* ptr) {
+  const int device = devices_.owner_of(address_of(ptr));
+  if (device < 0 && previous_ != nullptr) return previous_->shareIpcHandle(ptr);
+  TORCH_CHECK(device >= 0, "invalid device pointer: ", ptr);
+  return SharedMemory::share(*devices_.if_open(device), address_of(ptr));
 }
-torch_alloc::ShareableHandle TorchAllocator::shareIpcHandle(void*) {
-  not_yet("sharing CUDA tensors with other processes");
+
+std::shared_ptr<void> TorchAllocator::getIpcDevPtr(std::string handle) {
+  return open_shared(c10::cuda::current_device(), handle);
 }
-std::shared_ptr<void> TorchAllocator::getIpcDevPtr(std::string) {
-  not_yet("sharing CUDA tensors with other processes");
+
+std::shared_ptr<void> TorchAllocator::open_shared(c10::DeviceIndex device,
+                                                  const std::string& handle) {
+  return shared_.open(open(device), handle);
 }
+
+// --- a block at an address
+
+c10::DataPtr TorchAllocator::allocateWithAddress(std::size_t nbytes, void* address) {
+  const c10::DeviceIndex device = c10::cuda::current_device();
+  const c10::Device where(c10::kCUDA, device);
+  TORCH_CHECK(isEnabled(), "gpumemx: allocating at an address needs the cache, which is off");
+  if (nbytes == 0) return {nullptr, nullptr, &delete_block, where};
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device);
+  void* ptr = allocate_at(device, nbytes, stream_info(open(device), device, stream.stream(), false),
+                          address);
+  return {ptr, ptr, &delete_block, where};
+}
+
+void* TorchAllocator::allocate_at(c10::DeviceIndex device, std::size_t nbytes,
+                                  const StreamInfo& stream, void* address) {
+  TORCH_CHECK(address_of(address).n % kGranule.n == 0, "an exact address must be a multiple of ",
+              kGranule.n, ": ", address);
+  gpumemx::DeviceAllocator& allocator = core(device);
+  const Because because(history_, torch_alloc::RecordContext::STATE);
+  AllocRequest request{{nbytes}, stream, kDefaultPool, 0, because.context(), false};
+  const auto result = routed(device, request, [&](const AllocRequest& r) {
+    return allocator.allocate_at(r, address_of(address));
+  });
+  TORCH_CHECK(result, "Could not allocate CUDA storage at exact address ", address,
+              ": gpumemx has no ", nbytes, " bytes free there on the current stream");
+  tell_allocated(device, address, result->size);
+  return address;
+}
+
 // torch's own name: programs and torch's own configuration check for it. gpumemx.is_installed()
 // tells the two apart.
 std::string TorchAllocator::name() { return "native"; }

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "adapter/history.hpp"
+#include "adapter/ipc.hpp"
 #include "adapter/private_pools.hpp"
 #include "base/mutex.hpp"
 #include "core/observer.hpp"
@@ -46,6 +47,10 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
 
   // For tests on a simulated device, where torch has no current device or stream.
   void* allocate_on(c10::DeviceIndex device, std::size_t nbytes, const StreamInfo& stream);
+  void* allocate_at(c10::DeviceIndex device, std::size_t nbytes, const StreamInfo& stream,
+                    void* address);
+  std::shared_ptr<void> open_shared(c10::DeviceIndex device, const std::string& handle);
+  void add_peer(c10::DeviceIndex device, c10::DeviceIndex peer);
 
   // c10::Allocator
   c10::DataPtr allocate(std::size_t nbytes) override;
@@ -134,13 +139,17 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   bool is_torch_stream(c10::DeviceIndex device, cudaStream_t stream);
   gpumemx::DeviceAllocator& core(c10::DeviceIndex device) { return *open(device).allocator; }
   void note_torch_streams(c10::DeviceIndex device);
+  template <class Allocate>
+  auto routed(c10::DeviceIndex device, AllocRequest& request, Allocate allocate);
   [[noreturn]] void raise_out_of_memory(c10::DeviceIndex device, const OomVerdict& verdict);
   [[noreturn]] void raise_rejection(c10::DeviceIndex device, const OomVerdict& verdict);
   void report(c10::DeviceIndex device, void* ptr, std::int64_t change);
+  void tell_allocated(c10::DeviceIndex device, void* ptr, Bytes size);
 
   DeviceRegistry& devices_;
   MemoryHistory history_;
   torch_alloc::CUDAAllocator* const previous_;
+  SharedMemory shared_;
   std::atomic<bool> caching_{true};
   std::atomic<bool> reject_above_cap_{false};  // throw_on_cudamalloc_oom
   const bool caching_off_by_environment_;

@@ -34,6 +34,7 @@
 #include "core/oom.hpp"
 #include "core/options.hpp"
 #include "core/placement.hpp"
+#include "core/sharing.hpp"
 #include "driver/device_driver.hpp"
 
 namespace gpumemx {
@@ -196,6 +197,38 @@ class DeviceAllocator {
   void begin_capture() { captures_.fetch_add(1); }
   void end_capture() GPUMEMX_EXCLUDES(work_mu_, mu_);
 
+  // --- other processes and other devices (sharing.cpp)
+
+  // What another process needs to reach the block in use that `address` lies in. Handles of several
+  // sizes under it are first replaced by some of one size, the content kept, the addresses the same.
+  // That waits for the device and holds the permanent streams that are known until it is done: work that
+  // is queued on them meanwhile, by whomever, runs after it. Work on other streams may not touch the
+  // block meanwhile, nor (rarely, where the block shares a handle of the wrong size with others) its
+  // neighbours; and copies and fills by the driver are refused for such addresses for some ten us a
+  // handle, wherever they are queued. Only where other shared blocks stand in the way do several sizes
+  // remain. What is shared stays where it is until the block is freed; the caller frees it when all
+  // consumers are done.
+  // Fails: kInvalidArgument for another address; kUnsupported where memory can't be exported;
+  // kCaptureActive; kOutOfMemory.
+  Result<SharedRange> share(DeviceAddr address) GPUMEMX_EXCLUDES(work_mu_, mu_);
+
+  // Maps another process's handles side by side. Not counted as reserved.
+  // Fails: with the driver's error; then nothing is mapped.
+  Result<DeviceAddr> import_memory(const std::vector<ForeignHandle>& handles)
+      GPUMEMX_EXCLUDES(work_mu_, mu_);
+  // Waits for the device, but during a capture: then it is closed by a later import.
+  // REQUIRES: import_memory() returned `address`, closed once.
+  void close_import(DeviceAddr address) GPUMEMX_EXCLUDES(work_mu_, mu_);
+
+  // Another device may use all memory of this one, what is mapped now and later, and imported memory.
+  // Fails: with the driver's error; then it may use some.
+  Status add_peer(int device) GPUMEMX_EXCLUDES(work_mu_, mu_);
+
+  // A block at this address, which must be free in the heaps of the request's stream and pool; memory is
+  // brought there if need be. Nothing where that can't be.
+  std::optional<AllocResult> allocate_at(const AllocRequest& request, DeviceAddr address)
+      GPUMEMX_EXCLUDES(work_mu_, mu_);
+
   TrimReport trim(const TrimRequest& request) GPUMEMX_EXCLUDES(work_mu_, mu_);
 
   // Marks what is idle now as on its way back to the device, without a driver call: maintain() may
@@ -239,6 +272,11 @@ class DeviceAllocator {
   Bytes take_interval_peak() GPUMEMX_EXCLUDES(mu_);
   // Whether `address` is in addresses of this allocator. No lock, unless it is plain memory.
   bool owns(DeviceAddr address) const GPUMEMX_EXCLUDES(mu_);
+
+  // The contiguous run of memory of one heap that `address` lies in, or nothing where none stands.
+  std::optional<AddrRange> segment_of(DeviceAddr address) const GPUMEMX_EXCLUDES(mu_);
+  // About the largest block that can be had without more memory from the device. Waits for nothing.
+  Bytes largest_cached() const GPUMEMX_EXCLUDES(mu_);
 
   // Every block that is in use or ready, by address.
   std::vector<BlockInfo> blocks() const GPUMEMX_EXCLUDES(mu_);
@@ -317,6 +355,25 @@ class DeviceAllocator {
     std::shared_ptr<SegmentSource> source;
     DeviceAddr address;
   };
+  struct Backing {                   // of a block that is to be shared
+    std::vector<Mapping*> mappings;  // all under it, by address
+    std::optional<UniformPlan> plan;
+  };
+  struct Exchange {  // of the handles under a block
+    struct Old {
+      AddrRange range;
+      HandleId handle;
+    };
+    AddrRange before, after;  // the pages of the old handles, and of the new ones
+    Bytes size;               // of a new one
+    std::vector<Old> old;
+    std::vector<HandleId> fresh;
+  };
+  struct Import {
+    AddrRange range;
+    std::vector<HandleId> handles;
+    std::vector<AddrRange> mapped;  // where each stands, as far as it does
+  };
   struct Served {
     Block* block = nullptr;
     std::optional<Error> error;  // of the driver, when that is why there is no block
@@ -393,6 +450,21 @@ class DeviceAllocator {
   void drop_aliases_in(Heap& heap) GPUMEMX_REQUIRES(work_mu_, mu_);
   void dissolve_settled_streams(const HeapSet& keep) GPUMEMX_REQUIRES(work_mu_, mu_);
 
+  // sharing.cpp
+  std::optional<Result<SharedRange>> share_as_it_is(DeviceAddr address)
+      GPUMEMX_EXCLUDES(work_mu_, mu_);
+  Result<Block*> block_in_use(DeviceAddr address) const GPUMEMX_REQUIRES(mu_);
+  Backing backing_of(const Block& block) const GPUMEMX_REQUIRES(mu_);
+  Result<SharedRange> export_block(Block& block, const std::vector<Mapping*>& mappings)
+      GPUMEMX_REQUIRES(work_mu_, mu_);
+  std::optional<Error> make_room_for_copy(const Backing& backing) GPUMEMX_REQUIRES(work_mu_, mu_);
+  std::optional<Error> replace_backing(Block& block) GPUMEMX_REQUIRES(work_mu_, mu_);
+  std::optional<Error> exchange_memory(Exchange& work) GPUMEMX_REQUIRES(work_mu_);
+  void close_ended_imports() GPUMEMX_EXCLUDES(work_mu_);
+  bool unmap_for_good(AddrRange range) GPUMEMX_REQUIRES(work_mu_);
+  void drop(const Import& import) GPUMEMX_REQUIRES(work_mu_);
+  void drop_imports() GPUMEMX_EXCLUDES(work_mu_);
+
   // trim.cpp
   TrimReport trim_cache(const TrimRequest& request) GPUMEMX_EXCLUDES(work_mu_, mu_);
   void wait_for_idle_memory() GPUMEMX_EXCLUDES(work_mu_, mu_);
@@ -419,6 +491,10 @@ class DeviceAllocator {
   int vm_failures_ GPUMEMX_GUARDED_BY(work_mu_) = 0;
   std::vector<Handle*> doomed_ GPUMEMX_GUARDED_BY(work_mu_);         // to be released by maintain()
   std::vector<std::uint32_t> crowded_ GPUMEMX_GUARDED_BY(work_mu_);  // handles with many aliases
+  std::vector<int> peers_ GPUMEMX_GUARDED_BY(work_mu_);  // devices that may use all that is mapped
+  std::map<DeviceAddr, Import> imports_ GPUMEMX_GUARDED_BY(work_mu_);
+  std::vector<DeviceAddr> ended_imports_
+      GPUMEMX_GUARDED_BY(work_mu_);  // to be closed after a capture
 
   mutable Mutex mu_;
   Books books_ GPUMEMX_GUARDED_BY(mu_);

@@ -86,6 +86,12 @@ class Heap {
   Block* finish_fill(Block* filling, DeviceAddr at, Bytes size);
   void cancel_fill(Block* filling);
 
+  // The handles of a run of mappings, by address, give way to others that hold the same: `fresh` stand at
+  // `range` from now on, which begins where the run does and may end beyond it, in a filling. The old
+  // handles are in no list then. REQUIRES: no free block stands there but what was just freed.
+  void exchange(const std::vector<Mapping*>& old, const std::vector<Handle*>& fresh,
+                AddrRange range);
+
   // A dormant alias becomes its handle's home again. REQUIRES: the handle is idle.
   void make_home(Mapping* alias);
   // The handle stands nowhere; where it stood is kVoid and a dormant alias. REQUIRES: idle, has a

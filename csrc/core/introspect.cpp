@@ -180,6 +180,40 @@ bool DeviceAllocator::owns(DeviceAddr address) const {
   return books_.arena.region_of(address) != nullptr;
 }
 
+std::optional<AddrRange> DeviceAllocator::segment_of(DeviceAddr address) const {
+  MutexLock lock(mu_);
+  const Region* region = books_.arena.region_of(address);
+  if (region == nullptr) return std::nullopt;
+  if (region->plain) return region->range;
+  const Block* first = region->block_covering(address, books_.blocks);
+  if (first->state == BlockState::kVoid) return std::nullopt;
+  const Block* last = first;
+  const auto has_memory = [](const Block* b) {
+    return b != nullptr && b->state != BlockState::kVoid;
+  };
+  while (has_memory(first->prev)) first = first->prev;
+  while (has_memory(last->next)) last = last->next;
+  return AddrRange{first->begin, last->end() - first->begin};
+}
+
+Bytes DeviceAllocator::largest_cached() const {
+  MutexLock lock(mu_);
+  // Idle handles can be mapped side by side: together they are one block.
+  Bytes movable = books_.handles.loose().bytes();
+  for (const HeapSet* set : default_sets_) movable += set->idle.bytes();
+  Bytes largest = movable;
+  for (const auto& [key, set] : sets_) {
+    for (const auto& heap : set->heaps) {
+      if (heap == nullptr) continue;
+      const FreeIndex& free = heap->free();
+      for (const Block* b = free.first_from(0); b != nullptr; b = free.after(b)) {
+        largest = std::max(largest, b->size);
+      }
+    }
+  }
+  return largest;
+}
+
 std::vector<BlockInfo> DeviceAllocator::blocks() const {
   MutexLock lock(mu_);
   std::vector<BlockInfo> out;
@@ -360,6 +394,7 @@ DeviceAllocator::~DeviceAllocator() {
   }
   const RelaxedCapture relaxed(driver_);
   (void)hand_back_segments();
+  drop_imports();
   close_epochs();  // frees without an event yet: their work may still run
   // Nobody else is here any more; the driver's answers do not matter: it is the end either way.
   std::vector<EventId> events;

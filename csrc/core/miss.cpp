@@ -278,7 +278,7 @@ std::optional<Error> DeviceAllocator::map_pieces(std::vector<PieceWork>& work) {
     const AddrRange range{w.piece.at, kPage * w.piece.pages};
     const Status mapped = driver_.map(range, handle);
     if (!mapped.ok()) return mapped.error();
-    const Status usable = driver_.set_access(range);
+    const Status usable = driver_.set_access(range, peers_);
     if (!usable.ok()) {
       if (!planted(Fault::kRollbackForgets)) w.stuck = !driver_.unmap(range).ok();
       // "Out of memory" here means that the driver holds all the mappings it can.

@@ -51,6 +51,7 @@ struct BlockUse {
   std::uint64_t tag = 0;                // the caller's; later features hang on it
   std::shared_ptr<const void> context;  // opaque; handed to the history
   std::vector<Timeline*> others;        // streams recorded on it, besides its own
+  bool shared = false;                  // other processes may use its memory until it is freed
 
   // To nothing; most blocks carry nothing but numbers.
   void reset() {
@@ -58,6 +59,7 @@ struct BlockUse {
     tag = 0;
     if (context != nullptr) context.reset();
     if (!others.empty()) others = {};
+    shared = false;
   }
 };
 
@@ -113,8 +115,9 @@ struct Handle {
   std::uint64_t mark = 0;        // the search or plan that has looked at this handle
   std::uint32_t mark_place = 0;  // where the search saw it first
   std::uint32_t id = 0;
-  bool pinned = false;  // in a private pool or a plain segment: never moved while that lives
-  bool small = false;   // counts as small in torch's statistics
+  bool pinned = false;    // in a private pool or a plain segment: never moved while that lives
+  bool small = false;     // counts as small in torch's statistics
+  bool exported = false;  // the driver has a descriptor for it
   std::shared_ptr<const void> context;  // of what brought it to its home; only with a history
 
   Bytes size() const { return kPage * pages; }

@@ -83,6 +83,8 @@ struct PathCounts {
   std::uint64_t plain_segments = 0;   // ordinary device allocations made
   std::uint64_t aliases_dropped = 0;  // dormant aliases unmapped
   std::uint64_t fences = 0;           // events recorded
+  std::uint64_t rebacked = 0;         // handles created so that a block could be shared
+  std::uint64_t disturbed = 0;        // times that was done under other blocks in use too
 };
 
 struct Stats {

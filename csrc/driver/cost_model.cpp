@@ -79,6 +79,10 @@ double CostModel::microseconds(DriverCall call, Bytes size) const {
     case DriverCall::kQuery: return query_us;
     case DriverCall::kWait: return wait_us;
     case DriverCall::kMemory: return memory_us;
+    case DriverCall::kSynchronize: return synchronize_us;
+    case DriverCall::kHold: return hold_us;
+    case DriverCall::kCopy:
+      return copy_us + copy_us_per_mib * static_cast<double>(size.n) / (1 << 20);
   }
   return 0;
 }

@@ -4,7 +4,6 @@
 #include "driver/counting_driver.hpp"
 
 #include <chrono>
-#include <vector>
 
 namespace gpumemx {
 
@@ -64,9 +63,9 @@ Status CountingDriver::map(AddrRange range, HandleId handle) {
   return status;
 }
 
-Status CountingDriver::set_access(AddrRange range) {
+Status CountingDriver::set_access(AddrRange range, const std::vector<int>& peers) {
   const StopWatch watch;
-  Status status = real_.set_access(range);
+  Status status = real_.set_access(range, peers);
   const double seconds = watch.seconds();
 
   MutexLock lock(mu_);
@@ -105,6 +104,10 @@ Result<HandleId> CountingDriver::import_handle(int fd) {
   return timed(DriverCall::kImport, {}, [&] { return real_.import_handle(fd); });
 }
 
+Result<HandleId> CountingDriver::import_fabric(const FabricHandle& exported) {
+  return timed(DriverCall::kImport, {}, [&] { return real_.import_fabric(exported); });
+}
+
 Result<DeviceAddr> CountingDriver::allocate(Bytes size) {
   return timed(DriverCall::kAllocate, {}, [&] { return real_.allocate(size); });
 }
@@ -131,6 +134,18 @@ Result<std::size_t> CountingDriver::wait_any(const std::vector<EventId>& events)
 
 Result<DeviceMemory> CountingDriver::memory() {
   return timed(DriverCall::kMemory, {}, [&] { return real_.memory(); });
+}
+
+Status CountingDriver::synchronize() {
+  return timed(DriverCall::kSynchronize, {}, [&] { return real_.synchronize(); });
+}
+
+Status CountingDriver::copy(DeviceAddr to, DeviceAddr from, Bytes size) {
+  return timed(DriverCall::kCopy, {}, [&] { return real_.copy(to, from, size); });
+}
+
+Result<HoldId> CountingDriver::hold(const std::vector<StreamRef>& streams) {
+  return timed(DriverCall::kHold, {}, [&] { return real_.hold(streams); });
 }
 
 DriverFigures CountingDriver::figures() const {

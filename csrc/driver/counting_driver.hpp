@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // A decorator that forwards every call to another driver, times it and charges a meter: what the
-// simulation does with modelled time, on a device with real time. free() and wait() include the
-// work that they wait for.
+// simulation does with modelled time, on a device with real time. free(), wait(), synchronize()
+// and hold() include the work that they wait for.
 //
 // A set_access() over n mappings is charged as n calls of equal time, as in SimDriver.
 // Thread-safe; holds no lock while it forwards.
 #pragma once
 
 #include <map>
+#include <vector>
 
 #include "base/mutex.hpp"
 #include "driver/device_driver.hpp"
@@ -27,10 +28,12 @@ class CountingDriver final : public DeviceDriver {
   Result<HandleId> create(Bytes size) override GPUMEMX_EXCLUDES(mu_);
   Status release(HandleId handle) override GPUMEMX_EXCLUDES(mu_);
   Status map(AddrRange range, HandleId handle) override GPUMEMX_EXCLUDES(mu_);
-  Status set_access(AddrRange range) override GPUMEMX_EXCLUDES(mu_);
+  using DeviceDriver::set_access;
+  Status set_access(AddrRange range, const std::vector<int>& peers) override GPUMEMX_EXCLUDES(mu_);
   Status unmap(AddrRange range) override GPUMEMX_EXCLUDES(mu_);
   Result<int> export_handle(HandleId handle) override GPUMEMX_EXCLUDES(mu_);
   Result<HandleId> import_handle(int fd) override GPUMEMX_EXCLUDES(mu_);
+  Result<HandleId> import_fabric(const FabricHandle& exported) override GPUMEMX_EXCLUDES(mu_);
   Result<DeviceAddr> allocate(Bytes size) override GPUMEMX_EXCLUDES(mu_);
   Status free(DeviceAddr address) override GPUMEMX_EXCLUDES(mu_);
   Result<StreamId> stream_id(std::uint64_t native) override { return real_.stream_id(native); }
@@ -43,6 +46,10 @@ class CountingDriver final : public DeviceDriver {
     return real_.exchange_capture_mode(mode);
   }
   Result<DeviceMemory> memory() override GPUMEMX_EXCLUDES(mu_);
+  Status synchronize() override GPUMEMX_EXCLUDES(mu_);
+  Status copy(DeviceAddr to, DeviceAddr from, Bytes size) override GPUMEMX_EXCLUDES(mu_);
+  Result<HoldId> hold(const std::vector<StreamRef>& streams) override GPUMEMX_EXCLUDES(mu_);
+  void let_go(HoldId hold) override { real_.let_go(hold); }
 
   DriverFigures figures() const GPUMEMX_EXCLUDES(mu_);
 

@@ -22,6 +22,9 @@ const char* to_string(DriverCall call) {
     case DriverCall::kQuery: return "query";
     case DriverCall::kWait: return "wait";
     case DriverCall::kMemory: return "memory";
+    case DriverCall::kSynchronize: return "synchronize";
+    case DriverCall::kCopy: return "copy";
+    case DriverCall::kHold: return "hold";
   }
   return "unknown";
 }

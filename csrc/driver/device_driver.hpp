@@ -17,14 +17,20 @@
 // map() joins one whole handle to a range of the handle's size; a part of either cannot be mapped
 // and a mapping is unmapped whole. One handle may stand behind several ranges at once: they are
 // aliases, coherent between kernels in stream order. The device may touch a range only while it is
-// USABLE. No call here waits for work that is running, except wait(), wait_any() and free().
+// USABLE. No call here waits for work that is running, except wait(), wait_any(), free(),
+// synchronize(), copy() and hold().
+//
+// Other processes reach a handle through a descriptor, or a fabric handle where the machine has them:
+// export_handle() on one side, import_handle() or import_fabric() on the other. Other devices of this
+// process reach it through set_access() with a list of them.
 //
 // Plain mode: allocate() -> USABLE -> free(), as cudaMalloc and cudaFree; free() waits for the
 // device. For devices without virtual memory, and for pools whose users need one driver allocation.
 //
 // Captures: reserve, create, map, set_access, unmap and release are allowed while any stream
-// captures, from any thread. query, wait, wait_any, allocate and free called from *any* thread end a capture
-// in global mode as invalid, unless the calling thread's capture mode is relaxed: see RelaxedCapture.
+// captures, from any thread. query, wait, wait_any, allocate, free, synchronize, copy and hold called from
+// *any* thread end a capture in global mode as invalid, unless the calling thread's capture mode is
+// relaxed: see RelaxedCapture.
 //
 // Calls out of these orders are the caller's bug: CudaDriver reports kInvalidArgument, SimDriver
 // also notes a hazard. A call that fails has no effect. Every call may fail with kShuttingDown or
@@ -34,6 +40,7 @@
 // two threads from changing one range or one handle at once.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <vector>
 
@@ -71,9 +78,18 @@ enum class DriverCall {
   kQuery,
   kWait,
   kMemory,
+  kSynchronize,
+  kCopy,
+  kHold,
 };
-inline constexpr int kDriverCallKinds = 15;
+inline constexpr int kDriverCallKinds = 18;
 const char* to_string(DriverCall call);
+
+// What another process sends instead of a descriptor where memory is exported over a fabric: the
+// driver's own bytes.
+using FabricHandle = std::array<std::byte, 64>;
+
+enum class HoldId : std::uint64_t {};  // streams that are held; 0 is none
 
 enum class CaptureMode { kGlobal, kThreadLocal, kRelaxed };
 
@@ -94,17 +110,24 @@ class DeviceDriver {
 
   // REQUIRES: range lies in one reserved range, unmapped, and range.size is the handle's size.
   virtual Status map(AddrRange range, HandleId handle) = 0;
-  // Lets this device read and write. REQUIRES: range is the union of whole mappings.
+  // Lets this device and `peers`, other devices by ordinal, read and write; who could before still can.
+  // REQUIRES: range is the union of whole mappings; each peer can reach this device.
   // Fails: kOutOfMemory when the driver holds all the mappings it can.
-  virtual Status set_access(AddrRange range) = 0;
-  // REQUIRES: range is that of one map() call, and no work that touches it is queued or running.
+  virtual Status set_access(AddrRange range, const std::vector<int>& peers) = 0;
+  Status set_access(AddrRange range) { return set_access(range, {}); }
+  // REQUIRES: range is that of one map() call, and no work that touches it is queued or running, but on
+  // streams that are held until something is USABLE there again.
   virtual Status unmap(AddrRange range) = 0;
 
-  // A file descriptor that another process can import; the caller closes it. 1.1 ms: export once.
-  // Fails: kUnsupported.
+  // A file descriptor that another process can import. It is the driver's: made at the first call
+  // (1.1 ms), the same at every later one, closed by release(). REQUIRES: not an imported handle.
+  // Fails: kUnsupported; kDriverFailure also when the process may open no more files.
   virtual Result<int> export_handle(HandleId handle) = 0;
-  // A handle of this process for memory exported by another (or the same); release() it too.
+  // A handle of this process for memory exported by another (or the same); release() it too. The
+  // descriptor stays the caller's, and may be closed. Whoever maps it says its size.
   virtual Result<HandleId> import_handle(int fd) = 0;
+  // The same for a fabric handle. Fails: kUnsupported on machines without.
+  virtual Result<HandleId> import_fabric(const FabricHandle& exported) = 0;
 
   // Plain mode. REQUIRES: size > 0. Fails: kOutOfMemory.
   virtual Result<DeviceAddr> allocate(Bytes size) = 0;
@@ -130,6 +153,20 @@ class DeviceDriver {
   virtual CaptureMode exchange_capture_mode(CaptureMode mode) = 0;
 
   virtual Result<DeviceMemory> memory() = 0;
+
+  // Blocks until all work queued on the device is done, on streams that nobody told of too.
+  virtual Status synchronize() = 0;
+  // Copies memory of this device; blocks until it is there. REQUIRES: both ranges are USABLE and do not
+  // overlap, and no work that touches them is queued or running.
+  virtual Status copy(DeviceAddr to, DeviceAddr from, Bytes size) = 0;
+
+  // What is queued on the streams from now on, by whomever, does not start before let_go(). Blocks until
+  // what was queued before is done, for a quarter of a second at most: then nothing is held, and the
+  // result is HoldId{}. Until let_go() call nothing that waits for the device, free() above all; other
+  // callbacks of the program on the host wait too, so let go within moments.
+  // REQUIRES: the streams exist. Fails: kCaptureActive when one captures; then nothing is held.
+  virtual Result<HoldId> hold(const std::vector<StreamRef>& streams) = 0;
+  virtual void let_go(HoldId hold) = 0;  // never fails, never blocks
 };
 
 // While it lives, calls of this thread that captures in global mode forbid are allowed. Every driver

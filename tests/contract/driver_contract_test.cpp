@@ -2,9 +2,11 @@
 //
 // The rules of driver/device_driver.hpp, one test each, run over every driver. A new driver adds a
 // ContractDevice and one line at the bottom, and no test.
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
 #include <functional>
 #include <memory>
@@ -414,9 +416,11 @@ TEST_P(DriverContract, AnImportedHandleIsTheSameMemory) {
   EXPECT_EQ(device_->finish(), "");
   const auto fd = driver_->export_handle(page.handle);
   ASSERT_TRUE(fd.ok());
-  const auto imported = driver_->import_handle(fd.value());
+  // As another process has it: a descriptor of its own for the same file.
+  const int theirs = ::dup(fd.value());
+  const auto imported = driver_->import_handle(theirs);
   ASSERT_TRUE(imported.ok());
-  (void)::close(fd.value());
+  (void)::close(theirs);
   EXPECT_NE(imported.value(), page.handle);
   const AddrRange range = reserve(page_);
   make_usable(range, imported.value());
@@ -426,6 +430,110 @@ TEST_P(DriverContract, AnImportedHandleIsTheSameMemory) {
   EXPECT_EQ(device_->finish(), "");
   unmap(range);
   EXPECT_TRUE(driver_->release(imported.value()).ok());
+}
+
+TEST_P(DriverContract, AHandleIsExportedOnceAndTheDescriptorGoesWithIt) {
+  if (!driver_->traits().exportable) GTEST_SKIP() << "handles of this device stay in the process";
+  const auto handle = driver_->create(page_);
+  ASSERT_TRUE(handle.ok());
+  const auto fd = driver_->export_handle(handle.value());
+  ASSERT_TRUE(fd.ok());
+  EXPECT_EQ(driver_->export_handle(handle.value()).value(), fd.value());
+  EXPECT_EQ(::fcntl(fd.value(), F_GETFD) & FD_CLOEXEC, FD_CLOEXEC);
+  EXPECT_TRUE(driver_->release(handle.value()).ok());
+  EXPECT_EQ(::fcntl(fd.value(), F_GETFD), -1);
+  EXPECT_EQ(errno, EBADF);
+}
+
+TEST_P(DriverContract, AnExportedHandleGivesItsMemoryBackWhenItIsReleased) {
+  if (!driver_->traits().exportable) GTEST_SKIP() << "handles of this device stay in the process";
+  HandleId handle{};
+  const auto take = [&] {
+    handle = driver_->create(page_ * 8).value();
+    EXPECT_TRUE(driver_->export_handle(handle).ok());
+  };
+  take();
+  EXPECT_TRUE(free_memory_moves(
+      static_cast<std::int64_t>((page_ * 8).n), [&] { EXPECT_TRUE(driver_->release(handle).ok()); },
+      take));
+}
+
+TEST_P(DriverContract, WhatIsNoExportedMemoryCantBeImported) {
+  if (!driver_->traits().exportable) GTEST_SKIP() << "handles of this device stay in the process";
+  EXPECT_FALSE(driver_->import_handle(-1).ok());
+  const int other = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+  ASSERT_GE(other, 0);
+  EXPECT_FALSE(driver_->import_handle(other).ok());
+  (void)::close(other);
+  EXPECT_FALSE(driver_->import_fabric(FabricHandle{}).ok());
+  device_->forget_complaints();
+}
+
+TEST_P(DriverContract, SynchronizeWaitsForWorkOnAllStreams) {
+  const Page page = make_page();
+  device_->fill(main_, page.range, 5);
+  device_->fill(other_, page.range, 6);
+  const EventId mine = driver_->record(main_).value();
+  const EventId theirs = driver_->record(other_).value();
+  EXPECT_TRUE(driver_->synchronize().ok());
+  EXPECT_TRUE(driver_->query(mine).value());
+  EXPECT_TRUE(driver_->query(theirs).value());
+  driver_->recycle(mine);
+  driver_->recycle(theirs);
+}
+
+TEST_P(DriverContract, HeldWorkMeetsTheMemoryThatIsThereAfterwards) {
+  const Page page = make_page();
+  const HandleId other = create(page_);
+  device_->fill(main_, page.range, 5);
+  const auto held = driver_->hold({main_, other_});
+  ASSERT_TRUE(held.ok());
+  device_->fill(main_, page.range, 6);  // queued over the old memory
+  unmap(page.range);
+  make_usable(page.range, other);
+  const AddrRange elsewhere = reserve(page_);
+  make_usable(elsewhere, page.handle);
+  driver_->let_go(held.value());
+  device_->check(main_, page.range, 6);
+  device_->check(main_, elsewhere, 5);
+}
+
+TEST_P(DriverContract, NothingIsHeldWhereAStreamCaptures) {
+  const Page page = make_page();
+  device_->begin_capture(other_, CaptureMode::kRelaxed);
+  EXPECT_EQ(error_of(driver_->hold({main_, other_})), Errc::kCaptureActive);
+  EXPECT_TRUE(device_->end_capture(other_));
+  device_->fill(main_, page.range, 5);
+  device_->check(main_, page.range, 5);
+}
+
+TEST_P(DriverContract, ACopyIsThereWhenTheCallReturns) {
+  const Page from = make_page();
+  const Page to = make_page();
+  const Bytes half{page_.n / 2};
+  device_->fill(main_, {from.range.begin, half}, 21);
+  device_->fill(main_, {from.range.begin + half, half}, 22);
+  device_->fill(main_, to.range, 23);
+  EXPECT_TRUE(driver_->synchronize().ok());
+  EXPECT_TRUE(driver_->copy(to.range.begin + 512_B, from.range.begin + 512_B, page_ - 1_KiB).ok());
+  device_->check(main_, {to.range.begin, 512_B}, 23);
+  device_->check(main_, {to.range.begin + 512_B, half - 512_B}, 21);
+  device_->check(main_, {to.range.begin + half, half - 512_B}, 22);
+  device_->check(main_, {to.range.end() - 512_B, 512_B}, 23);
+}
+
+TEST_P(DriverContract, ACopyGoesAcrossTheBordersOfHandles) {
+  const AddrRange from = reserve(page_ * 2);
+  const AddrRange to = reserve(page_ * 3);
+  make_usable({from.begin, page_}, create(page_));
+  make_usable({from.begin + page_, page_}, create(page_));
+  make_usable({to.begin, page_ * 3}, create(page_ * 3));
+  device_->fill(main_, {from.begin, page_}, 31);
+  device_->fill(main_, {from.begin + page_, page_}, 32);
+  EXPECT_TRUE(driver_->synchronize().ok());
+  EXPECT_TRUE(driver_->copy(to.begin + 512_B, from.begin, page_ * 2).ok());
+  device_->check(main_, {to.begin + 512_B, page_}, 31);
+  device_->check(main_, {to.begin + page_ + 512_B, page_}, 32);
 }
 
 TEST_P(DriverContract, PlainAllocationsHoldWhatWasWritten) {

@@ -85,6 +85,8 @@ py::dict paths(const Stats& stats) {
   d["plain_segments"] = p.plain_segments;
   d["aliases_dropped"] = p.aliases_dropped;
   d["fences"] = p.fences;
+  d["rebacked"] = p.rebacked;
+  d["disturbed"] = p.disturbed;
   d["dormant_aliases"] = stats.dormant_aliases;
   d["returning_bytes"] = stats.returning_bytes.n;
   return d;
@@ -121,8 +123,10 @@ void install(const std::string& conf, const std::map<std::string, std::string>& 
   }
   if (simulated_devices > 0) {
     request.simulated_devices = simulated_devices;
-    request.open = [simulated_bytes](int device) -> Result<std::unique_ptr<DeviceDriver>> {
+    request.open = [simulated_bytes,
+                    simulated_devices](int device) -> Result<std::unique_ptr<DeviceDriver>> {
       SimOptions options;
+      options.devices = static_cast<std::uint32_t>(simulated_devices);
       options.capacity = {simulated_bytes};
       options.check_hazards = false;
       options.device = static_cast<std::uint32_t>(device);
@@ -177,6 +181,48 @@ void bind_simulated(py::module_& m) {
   m.def("_sim_free", [](std::uintptr_t address) {
     const py::gil_scoped_release release;
     adapter::installed()->raw_delete(reinterpret_cast<void*>(address));  // NOLINT: device memory
+  });
+  m.def("_sim_alloc_at",
+        [](int device, std::size_t nbytes, std::uint64_t stream_id, std::uintptr_t address) {
+          const StreamInfo stream{{StreamId{stream_id}, stream_id == 1 ? 0 : stream_id}, true};
+          const py::gil_scoped_release release;
+          (void)adapter::installed()->allocate_at(
+              static_cast<c10::DeviceIndex>(device), nbytes, stream,
+              reinterpret_cast<void*>(address));  // NOLINT: device memory
+        });
+  m.def("_sim_add_peer", [](int device, int peer) {
+    adapter::installed()->add_peer(static_cast<c10::DeviceIndex>(device),
+                                   static_cast<c10::DeviceIndex>(peer));
+  });
+  m.def("_sim_cache_info", [](int device, std::size_t largest) {
+    adapter::installed()->cacheInfo(static_cast<c10::DeviceIndex>(device), &largest);
+    return largest;
+  });
+  m.def("_sim_base", [](std::uintptr_t address) {
+    std::size_t size = 0;
+    void* base = adapter::installed()->getBaseAllocation(reinterpret_cast<void*>(address),
+                                                         &size);  // NOLINT: device memory
+    return py::make_tuple(reinterpret_cast<std::uintptr_t>(base), size);
+  });
+  m.def("_sim_share", [](std::uintptr_t address) {
+    const auto shared = adapter::installed()->shareIpcHandle(
+        reinterpret_cast<void*>(address));  // NOLINT: device memory
+    return py::make_tuple(shared.offset, py::bytes(shared.handle));
+  });
+  struct Opened {
+    std::shared_ptr<void> memory;
+  };
+  py::class_<Opened>(m, "_SimOpened")
+      .def_property_readonly(
+          "address",
+          [](const Opened& o) { return reinterpret_cast<std::uintptr_t>(o.memory.get()); })
+      .def("close", [](Opened& o) {
+        const py::gil_scoped_release release;
+        o.memory.reset();
+      });
+  m.def("_sim_open", [](int device, const std::string& handle) {
+    const py::gil_scoped_release release;
+    return Opened{adapter::installed()->open_shared(static_cast<c10::DeviceIndex>(device), handle)};
   });
 }
 

@@ -3,9 +3,15 @@
 // The only calls to cu* of the library.
 #include "driver/cuda/cuda_driver.hpp"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <bit>
 #include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -17,6 +23,7 @@ namespace gpumemx {
 namespace {
 
 constexpr std::chrono::microseconds kFirstPause{10}, kLongestPause{200};  // of wait_any()
+constexpr std::chrono::milliseconds kLongestRest{250};                    // that hold() waits
 
 CUstream as_stream(StreamRef stream) { return reinterpret_cast<CUstream>(stream.native); }
 CUevent as_event(EventId event) {
@@ -244,7 +251,7 @@ Result<HandleId> CudaDriver::add_handle(std::uint64_t native, Bytes size) {
   MutexLock lock(mu_);
   // Ids of our own: the driver hands out the value of a released handle again.
   const HandleId id{next_handle_++};
-  handles_[id] = {native, size, 0};
+  handles_[id] = {native, size, 0, -1};
   return id;
 }
 
@@ -275,6 +282,8 @@ Status CudaDriver::release(HandleId handle) {
   if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result(), found.size);
   const CUresult r = cu_.mem_release(found.native);
   if (r != CUDA_SUCCESS) return fail("cuMemRelease", r, found.size);
+  // A descriptor holds the memory too: before it is closed the device has nothing back.
+  if (found.fd >= 0) (void)::close(found.fd);
   MutexLock lock(mu_);
   handles_.erase(handle);
   return ok_status();
@@ -303,7 +312,7 @@ Status CudaDriver::map(AddrRange range, HandleId handle) {
   return ok_status();
 }
 
-Status CudaDriver::set_access(AddrRange range) {
+Status CudaDriver::set_access(AddrRange range, const std::vector<int>& peers) {
   {
     MutexLock lock(mu_);
     if (!is_union_of_mappings(range)) {
@@ -312,8 +321,9 @@ Status CudaDriver::set_access(AddrRange range) {
   }
   const ContextScope scope(*this);
   if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result(), range.size);
-  const CUmemAccessDesc access = read_and_write(device_);
-  const CUresult r = cu_.mem_set_access(range.begin.n, range.size.n, &access, 1);
+  std::vector<CUmemAccessDesc> access{read_and_write(device_)};
+  for (const int peer : peers) access.push_back(read_and_write(peer));
+  const CUresult r = cu_.mem_set_access(range.begin.n, range.size.n, access.data(), access.size());
   if (r != CUDA_SUCCESS) return fail("cuMemSetAccess", r, range.size);
   return ok_status();
 }
@@ -339,13 +349,24 @@ Status CudaDriver::unmap(AddrRange range) {
 
 Result<int> CudaDriver::export_handle(HandleId handle) {
   if (!traits_.exportable) return Error{Errc::kUnsupported, {}, "handles stay in the process"};
-  const std::uint64_t native = native_handle(handle);
-  if (native == 0) return misuse("export_handle", "no such handle");
+  Handle found;
+  {
+    MutexLock lock(mu_);
+    const auto it = handles_.find(handle);
+    if (it == handles_.end()) return misuse("export_handle", "no such handle");
+    found = it->second;
+  }
+  if (found.fd >= 0) return found.fd;
+  if (found.size.n == 0) return misuse("export_handle", "an imported handle");
   const ContextScope scope(*this);
   if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
   int fd = -1;
-  const CUresult r = cu_.mem_export(&fd, native, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
-  if (r != CUDA_SUCCESS) return fail("cuMemExportToShareableHandle", r);
+  const CUresult r = cu_.mem_export(&fd, found.native, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+  if (r != CUDA_SUCCESS) return fail("cuMemExportToShareableHandle", r, found.size);
+  // A program that this process starts would keep the memory alive with it.
+  (void)::fcntl(fd, F_SETFD, FD_CLOEXEC);
+  MutexLock lock(mu_);
+  handles_[handle].fd = fd;
   return fd;
 }
 
@@ -357,6 +378,19 @@ Result<HandleId> CudaDriver::import_handle(int fd) {
   CUmemGenericAllocationHandle native = 0;
   void* os_handle = reinterpret_cast<void*>(static_cast<std::uintptr_t>(fd));
   const CUresult r = cu_.mem_import(&native, os_handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  if (r != CUDA_SUCCESS) return fail("cuMemImportFromShareableHandle", r);
+  return add_handle(native, {});
+}
+
+Result<HandleId> CudaDriver::import_fabric(const FabricHandle& exported) {
+  if (!traits_.virtual_memory) return Error{Errc::kUnsupported, {}, "no virtual memory"};
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  // CU_MEM_HANDLE_TYPE_FABRIC by value: <cuda.h> names it from CUDA 12.3 on.
+  constexpr auto kFabric = static_cast<CUmemAllocationHandleType>(0x8);
+  FabricHandle bytes = exported;  // the driver asks for memory that it could write to
+  CUmemGenericAllocationHandle native = 0;
+  const CUresult r = cu_.mem_import(&native, bytes.data(), kFabric);
   if (r != CUDA_SUCCESS) return fail("cuMemImportFromShareableHandle", r);
   return add_handle(native, {});
 }
@@ -482,6 +516,118 @@ Result<DeviceMemory> CudaDriver::memory() {
   const CUresult r = cu_.mem_get_info(&free_bytes, &total_bytes);
   if (r != CUDA_SUCCESS) return fail("cuMemGetInfo", r);
   return DeviceMemory{{free_bytes}, {total_bytes}};
+}
+
+Status CudaDriver::synchronize() {
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  const CUresult r = cu_.context_synchronize();
+  if (r != CUDA_SUCCESS) return fail("cuCtxSynchronize", r);
+  return ok_status();
+}
+
+Status CudaDriver::copy(DeviceAddr to, DeviceAddr from, Bytes size) {
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result(), size);
+  // A stream of its own: on the program's default stream it would wait for all others, and a thread's
+  // default stream may be capturing.
+  CUstream stream = nullptr;
+  CUresult r = cu_.stream_create(&stream, CU_STREAM_NON_BLOCKING);
+  if (r != CUDA_SUCCESS) return fail("cuStreamCreate", r, size);
+  const char* call = "cuMemcpyDtoDAsync";
+  r = cu_.copy_on_device(to.n, from.n, size.n, stream);
+  if (r == CUDA_SUCCESS) {
+    call = "cuStreamSynchronize";
+    r = cu_.stream_synchronize(stream);
+  }
+  (void)cu_.stream_destroy(stream);
+  if (r != CUDA_SUCCESS) return fail(call, r, size);
+  return ok_status();
+}
+
+class CudaDriver::Gate {
+ public:
+  void open() {
+    {
+      const std::lock_guard lock(mu_);
+      is_open_ = true;
+    }
+    opened_.notify_all();
+  }
+
+  // Runs on a thread of the driver, which may make no call to it. `data`: a shared pointer of its own.
+  static void CUDA_CB pass(void* data) {
+    const std::unique_ptr<std::shared_ptr<Gate>> owned(static_cast<std::shared_ptr<Gate>*>(data));
+    Gate& gate = **owned;
+    std::unique_lock lock(gate.mu_);
+    gate.opened_.wait(lock, [&] { return gate.is_open_; });
+  }
+
+ private:
+  std::mutex mu_;
+  std::condition_variable opened_;
+  bool is_open_ = false;
+};
+
+Result<HoldId> CudaDriver::hold(const std::vector<StreamRef>& streams) {
+  const ContextScope scope(*this);
+  if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  const auto gate = std::make_shared<Gate>();
+  std::vector<EventId> before;
+  std::optional<Error> error;
+  for (const StreamRef stream : streams) {
+    const auto event = record(stream);  // refuses streams that capture
+    if (!event.ok()) {
+      error = event.error();
+      break;
+    }
+    before.push_back(event.value());
+    auto own = std::make_unique<std::shared_ptr<Gate>>(gate);
+    const CUresult r = cu_.launch_host(as_stream(stream), &Gate::pass, own.get());
+    if (r != CUDA_SUCCESS) {
+      error = fail("cuLaunchHostFunc", r);
+      break;
+    }
+    (void)own.release();  // pass() deletes it
+  }
+  const auto until = std::chrono::steady_clock::now() + kLongestRest;
+  bool is_late = false;
+  for (const EventId event : before) {
+    while (!error && !is_late) {
+      const auto reached = query(event);
+      if (!reached.ok()) {
+        error = reached.error();
+      } else if (reached.value()) {
+        break;
+      } else if (std::chrono::steady_clock::now() > until) {
+        is_late = true;
+      } else {
+        std::this_thread::sleep_for(kFirstPause);
+      }
+    }
+    recycle(event);
+  }
+  if (error || is_late) {
+    gate->open();
+    if (error) return *error;
+    return HoldId{};
+  }
+  MutexLock lock(mu_);
+  const HoldId id{next_hold_++};
+  gates_.emplace(id, gate);
+  return id;
+}
+
+void CudaDriver::let_go(HoldId hold) {
+  std::shared_ptr<Gate> gate;
+  {
+    MutexLock lock(mu_);
+    const auto found = gates_.find(hold);
+    if (found == gates_.end()) return;
+    gate = std::move(found->second);
+    gates_.erase(found);
+  }
+  gate->open();
 }
 
 Result<StreamId> CudaDriver::stream_id(std::uint64_t native) {

@@ -41,10 +41,12 @@ class CudaDriver final : public DeviceDriver {
   Result<HandleId> create(Bytes size) override GPUMEMX_EXCLUDES(mu_);
   Status release(HandleId handle) override GPUMEMX_EXCLUDES(mu_);
   Status map(AddrRange range, HandleId handle) override GPUMEMX_EXCLUDES(mu_);
-  Status set_access(AddrRange range) override GPUMEMX_EXCLUDES(mu_);
+  using DeviceDriver::set_access;
+  Status set_access(AddrRange range, const std::vector<int>& peers) override GPUMEMX_EXCLUDES(mu_);
   Status unmap(AddrRange range) override GPUMEMX_EXCLUDES(mu_);
   Result<int> export_handle(HandleId handle) override GPUMEMX_EXCLUDES(mu_);
   Result<HandleId> import_handle(int fd) override GPUMEMX_EXCLUDES(mu_);
+  Result<HandleId> import_fabric(const FabricHandle& exported) override GPUMEMX_EXCLUDES(mu_);
   Result<DeviceAddr> allocate(Bytes size) override;
   Status free(DeviceAddr address) override;
   Result<StreamId> stream_id(std::uint64_t native) override;
@@ -55,6 +57,11 @@ class CudaDriver final : public DeviceDriver {
   void recycle(EventId event) override GPUMEMX_EXCLUDES(events_mu_);
   CaptureMode exchange_capture_mode(CaptureMode mode) override;
   Result<DeviceMemory> memory() override;
+  Status synchronize() override;
+  Status copy(DeviceAddr to, DeviceAddr from, Bytes size) override;
+  Result<HoldId> hold(const std::vector<StreamRef>& streams) override
+      GPUMEMX_EXCLUDES(mu_, events_mu_);
+  void let_go(HoldId hold) override GPUMEMX_EXCLUDES(mu_);
 
   // The CUmemGenericAllocationHandle behind `handle`, or 0.
   std::uint64_t native_handle(HandleId handle) const GPUMEMX_EXCLUDES(mu_);
@@ -66,7 +73,9 @@ class CudaDriver final : public DeviceDriver {
     std::uint64_t native = 0;
     Bytes size;  // zero when imported: the driver does not tell
     std::uint64_t mappings = 0;
+    int fd = -1;  // exported as; closed with the handle
   };
+  class Gate;  // what held streams wait at
   struct Mapping {
     Bytes size;
     HandleId handle;
@@ -97,6 +106,8 @@ class CudaDriver final : public DeviceDriver {
   std::map<DeviceAddr, Mapping> mappings_ GPUMEMX_GUARDED_BY(mu_);
   std::map<DeviceAddr, Bytes> reserved_ GPUMEMX_GUARDED_BY(mu_);
   std::uint64_t next_handle_ GPUMEMX_GUARDED_BY(mu_) = 1;
+  std::unordered_map<HoldId, std::shared_ptr<Gate>> gates_ GPUMEMX_GUARDED_BY(mu_);
+  std::uint64_t next_hold_ GPUMEMX_GUARDED_BY(mu_) = 1;
 
   Mutex events_mu_;  // a leaf
   std::vector<CUevent_st*> idle_events_ GPUMEMX_GUARDED_BY(events_mu_);

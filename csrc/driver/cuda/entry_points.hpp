@@ -41,6 +41,12 @@ namespace gpumemx {
   X(event_record, cuEventRecord, "cuEventRecord", 2000)                                            \
   X(event_query, cuEventQuery, "cuEventQuery", 2000)                                               \
   X(event_synchronize, cuEventSynchronize, "cuEventSynchronize", 2000)                             \
+  X(stream_create, cuStreamCreate, "cuStreamCreate", 2000)                                         \
+  X(stream_destroy, cuStreamDestroy, "cuStreamDestroy", 4000)                                      \
+  X(stream_synchronize, cuStreamSynchronize, "cuStreamSynchronize", 2000)                          \
+  X(launch_host, cuLaunchHostFunc, "cuLaunchHostFunc", 10000)                                      \
+  X(context_synchronize, cuCtxSynchronize, "cuCtxSynchronize", 2000)                               \
+  X(copy_on_device, cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync", 3020)                                  \
   X(stream_is_capturing, cuStreamIsCapturing, "cuStreamIsCapturing", 10000)                        \
   X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", \
     10010)

@@ -57,4 +57,16 @@ const Contents::Run* Contents::find_other(std::uint64_t offset, std::uint64_t si
   return nullptr;
 }
 
+std::vector<Contents::Run> Contents::runs_in(std::uint64_t offset, std::uint64_t size) const {
+  const std::uint64_t begin = offset / kGranule;
+  const std::uint64_t end = (offset + size) / kGranule;
+  std::vector<Run> found;
+  auto run = std::upper_bound(runs_.begin(), runs_.end(), begin, begins_after) - 1;
+  for (; run != runs_.end() && run->begin < end; ++run) {
+    found.push_back(*run);
+    found.back().begin = std::max(run->begin, begin);
+  }
+  return found;
+}
+
 }  // namespace gpumemx

@@ -40,6 +40,9 @@ class Contents {
   // none. Valid until the next write.
   const Run* find_other(std::uint64_t offset, std::uint64_t size, std::uint64_t tag) const;
 
+  // The runs of a range, the first and last cut to it. REQUIRES: offset and size are whole granules.
+  std::vector<Run> runs_in(std::uint64_t offset, std::uint64_t size) const;
+
   std::size_t run_count() const { return runs_.size(); }
 
  private:

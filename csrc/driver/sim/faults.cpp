@@ -9,7 +9,8 @@ namespace {
 
 std::size_t index(DriverCall call) { return static_cast<std::size_t>(call); }
 
-// Not unreserve, export, import and wait: only a broken driver fails them, and fail_nth() can.
+// Not unreserve, export, import, wait, synchronize and copy: only a broken driver fails them, and
+// fail_nth() can.
 bool counts_as_any(DriverCall call) {
   switch (call) {
     case DriverCall::kReserve:

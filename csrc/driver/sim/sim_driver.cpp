@@ -176,14 +176,18 @@ Status SimDriver::map(AddrRange range, HandleId handle) {
   return ok_status();
 }
 
-Status SimDriver::set_access(AddrRange range) {
+Status SimDriver::set_access(AddrRange range, const std::vector<int>& peers) {
   constexpr auto kCall = DriverCall::kSetAccess;
   if (!announce(kCall)) return shutting_down(kCall);
   MutexLock lock(mu_);
   if (auto error = begin_virtual(kCall, range.size)) return *error;
-  if (auto why = memory_.set_access(range)) return refuse({kCall, serial_, range}, *why);
-  memory_.for_each_in(range, [&](const SimMemory::Mapping& mapping)
-                                 GPUMEMX_NO_TSA { charge(kCall, mapping.handle, mapping.size); });
+  if (auto why = memory_.set_access(range, peers)) return refuse({kCall, serial_, range}, *why);
+  // Not measured with peers: the driver has as many page tables to write as there are devices.
+  memory_.for_each_in(range, [&](const SimMemory::Mapping& mapping) GPUMEMX_NO_TSA {
+    const double us = options_.costs.microseconds(kCall, mapping.size);
+    meter_.charge(kCall, us * 1e-6 * static_cast<double>(1 + peers.size()), true, mapping.handle,
+                  mapping.size);
+  });
   return ok_status();
 }
 
@@ -192,25 +196,29 @@ Status SimDriver::unmap(AddrRange range) {
   if (!announce(kCall)) return shutting_down(kCall);
   MutexLock lock(mu_);
   if (auto error = begin_virtual(kCall, range.size)) return *error;
-  note_queued_uses(range);
+  note_queued_uses({kCall, serial_, range}, range.begin);
   if (auto why = memory_.unmap(range, serial_)) return refuse({kCall, serial_, range}, *why);
   charge(kCall, {}, range.size);
   return ok_status();
 }
 
-// The driver does not notice such an unmap either: the work finds out.
-void SimDriver::note_queued_uses(AddrRange range) {
+// The driver does not notice such an unmap (or copy) either: the work finds out.
+void SimDriver::note_queued_uses(const PastCall& call, DeviceAddr begin) {
   if (!options_.check_hazards) return;
-  const SimMemory::Mapping* mapping = memory_.find(range.begin);
-  if (mapping == nullptr || mapping->size != range.size) return;
+  const SimMemory::Mapping* mapping = memory_.find(begin);
+  const AddrRange range{begin, mapping == nullptr ? Bytes{} : mapping->size};
+  if (mapping == nullptr || (call.call == DriverCall::kUnmap && range != call.range)) return;
   for (const LastUse& use : mapping->uses) {
     const SimStreams::Item* item = streams_.find(use.stream, use.seq);
-    if (item == nullptr) continue;
-    const auto access = std::find_if(item->accesses.begin(), item->accesses.end(),
-                                     [&](const Access& a) { return a.range.overlaps(range); });
+    if (item == nullptr || streams_.is_held(use.stream)) continue;
+    const auto access = std::find_if(
+        item->accesses.begin(), item->accesses.end(),
+        [&](const Access& a) { return a.range.overlaps(range) && a.range.overlaps(call.range); });
     if (access == item->accesses.end()) continue;
-    note(describe(PastCall{DriverCall::kUnmap, serial_, range, mapping->handle}) +
-         ": still used by " + describe_work(use.stream, *item, *access) + ", which has not run");
+    PastCall named = call;
+    named.handle = mapping->handle;
+    note(describe(named) + ": still used by " + describe_work(use.stream, *item, *access) +
+         ", which has not run");
   }
 }
 
@@ -222,8 +230,10 @@ Result<int> SimDriver::export_handle(HandleId handle) {
   const PastCall call{kCall, serial_, {}, handle};
   if (!traits_.exportable) return refuse(call, {Errc::kUnsupported, "handles stay in the process"});
   if (!memory_.size_of(handle)) return refuse(call, misuse("no such handle"));
+  const std::optional<int> fd = memory_.export_handle(handle);
+  if (!fd) return refuse(call, {Errc::kDriverFailure, "no file can be opened"});
   charge(kCall, handle);
-  return memory_.export_handle(handle);
+  return *fd;
 }
 
 Result<HandleId> SimDriver::import_handle(int fd) {
@@ -235,6 +245,14 @@ Result<HandleId> SimDriver::import_handle(int fd) {
   if (!handle) return refuse({kCall, serial_, {}}, misuse("no memory behind this descriptor"));
   charge(kCall, *handle);
   return *handle;
+}
+
+Result<HandleId> SimDriver::import_fabric(const FabricHandle&) {
+  constexpr auto kCall = DriverCall::kImport;
+  if (!announce(kCall)) return shutting_down(kCall);
+  MutexLock lock(mu_);
+  if (auto error = begin_virtual(kCall)) return *error;
+  return refuse({kCall, serial_, {}}, {Errc::kUnsupported, "no fabric on this machine"});
 }
 
 Result<DeviceAddr> SimDriver::allocate(Bytes size) {
@@ -257,6 +275,15 @@ Status SimDriver::free(DeviceAddr address) {
   MutexLock lock(mu_);
   if (auto error = begin(kCall)) return *error;
   if (auto error = refuse_if_captures_forbid(kCall)) return *error;
+  finish_all();
+  if (auto why = memory_.free(address, serial_)) {
+    return refuse({kCall, serial_, {address, {}}}, *why);
+  }
+  charge(kCall);
+  return ok_status();
+}
+
+void SimDriver::finish_all() {
   const std::int64_t idle_at = streams_.last_due();
   if (idle_at > streams_.now()) {
     ++waits_;
@@ -264,11 +291,71 @@ Status SimDriver::free(DeviceAddr address) {
     (void)streams_.move_clock(idle_at);
   }
   streams_.complete_all();
-  if (auto why = memory_.free(address, serial_)) {
-    return refuse({kCall, serial_, {address, {}}}, *why);
-  }
+}
+
+Status SimDriver::synchronize() {
+  constexpr auto kCall = DriverCall::kSynchronize;
+  if (!announce(kCall)) return shutting_down(kCall);
+  MutexLock lock(mu_);
+  if (auto error = begin(kCall)) return *error;
+  if (auto error = refuse_if_captures_forbid(kCall)) return *error;
+  finish_all();
   charge(kCall);
   return ok_status();
+}
+
+Status SimDriver::copy(DeviceAddr to, DeviceAddr from, Bytes size) {
+  constexpr auto kCall = DriverCall::kCopy;
+  if (!announce(kCall)) return shutting_down(kCall);
+  MutexLock lock(mu_);
+  if (auto error = begin(kCall, size)) return *error;
+  if (auto error = refuse_if_captures_forbid(kCall)) return *error;
+  const PastCall call{kCall, serial_, {to, size}};
+  if (size.n == 0 || size.n % Contents::kGranule != 0) {
+    return refuse(call, misuse("the size is not a positive multiple of 512"));
+  }
+  if (AddrRange{from, size}.overlaps({to, size})) return refuse(call, misuse("the ranges overlap"));
+  for (const AddrRange range : {AddrRange{to, size}, AddrRange{from, size}}) {
+    std::vector<DeviceAddr> begins;
+    memory_.for_each_begin_in(range, [&](DeviceAddr begin) { begins.push_back(begin); });
+    for (const DeviceAddr begin : begins) note_queued_uses({kCall, serial_, range}, begin);
+  }
+  if (auto wrong = memory_.copy(to, from, size)) return refuse(call, misuse(*wrong));
+  charge(kCall, {}, size);
+  return ok_status();
+}
+
+Result<HoldId> SimDriver::hold(const std::vector<StreamRef>& streams) {
+  constexpr auto kCall = DriverCall::kHold;
+  if (!announce(kCall)) return shutting_down(kCall);
+  MutexLock lock(mu_);
+  if (auto error = begin(kCall)) return *error;
+  if (auto error = refuse_if_captures_forbid(kCall)) return *error;
+  for (const StreamRef stream : streams) {
+    if (auto why = unusable(stream)) return refuse({kCall, serial_, {}}, *why);
+    if (captures_.find(stream.id) != nullptr) {
+      return refuse({kCall, serial_, {}},
+                    {Errc::kCaptureActive, describe(stream.id) + " is capturing"});
+    }
+  }
+  for (const StreamRef stream : streams) {
+    streams_.complete(stream.id, UINT64_MAX);
+    streams_.hold(stream.id);
+  }
+  charge(kCall);
+  const HoldId id{serial_};
+  holds_.emplace(id, streams);
+  return id;
+}
+
+void SimDriver::let_go(HoldId hold) {
+  MutexLock lock(mu_);
+  ++serial_;
+  const auto found = holds_.find(hold);
+  if (found == holds_.end()) return note("let_go #" + std::to_string(serial_) + ": no such hold");
+  for (const StreamRef stream : found->second) streams_.let_go(stream.id);
+  holds_.erase(found);
+  streams_.catch_up();
 }
 
 Result<StreamId> SimDriver::stream_id(std::uint64_t native) {
@@ -655,6 +742,17 @@ Bytes SimDriver::reserved_bytes() const {
 std::uint64_t SimDriver::mapping_count() const {
   MutexLock lock(mu_);
   return memory_.mapping_count();
+}
+
+bool SimDriver::peer_may_use(AddrRange range, int peer) const {
+  MutexLock lock(mu_);
+  Bytes covered;
+  memory_.for_each_in(range, [&](const SimMemory::Mapping& mapping) {
+    const auto& peers = mapping.peers;
+    const bool may = std::find(peers.begin(), peers.end(), peer) != peers.end();
+    if (may && mapping.is_usable) covered += mapping.size;
+  });
+  return covered >= range.size;
 }
 
 std::uint64_t SimDriver::handle_count() const {

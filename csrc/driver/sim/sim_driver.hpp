@@ -21,6 +21,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -51,12 +52,14 @@ class SimDriver final : public DeviceDriver {
   Result<HandleId> create(Bytes size) override GPUMEMX_EXCLUDES(mu_);
   Status release(HandleId handle) override GPUMEMX_EXCLUDES(mu_);
   Status map(AddrRange range, HandleId handle) override GPUMEMX_EXCLUDES(mu_);
-  Status set_access(AddrRange range) override GPUMEMX_EXCLUDES(mu_);
+  using DeviceDriver::set_access;
+  Status set_access(AddrRange range, const std::vector<int>& peers) override GPUMEMX_EXCLUDES(mu_);
   Status unmap(AddrRange range) override GPUMEMX_EXCLUDES(mu_);
-  // The descriptor means something to this device only, and holds no memory: an import after the
-  // last handle was released fails. It may be closed like a real one, or not at all.
+  // A real descriptor, which means something to this device only and holds no memory: an import after
+  // the last handle was released fails. Fabric handles are not simulated.
   Result<int> export_handle(HandleId handle) override GPUMEMX_EXCLUDES(mu_);
   Result<HandleId> import_handle(int fd) override GPUMEMX_EXCLUDES(mu_);
+  Result<HandleId> import_fabric(const FabricHandle& exported) override GPUMEMX_EXCLUDES(mu_);
   Result<DeviceAddr> allocate(Bytes size) override GPUMEMX_EXCLUDES(mu_);
   Status free(DeviceAddr address) override GPUMEMX_EXCLUDES(mu_);  // all queued work runs first
   Result<StreamId> stream_id(std::uint64_t native) override GPUMEMX_EXCLUDES(mu_);
@@ -68,8 +71,15 @@ class SimDriver final : public DeviceDriver {
   void recycle(EventId event) override GPUMEMX_EXCLUDES(mu_);
   CaptureMode exchange_capture_mode(CaptureMode mode) override;
   Result<DeviceMemory> memory() override GPUMEMX_EXCLUDES(mu_);
+  Status synchronize() override GPUMEMX_EXCLUDES(mu_);  // all queued work runs first
+  // Noted as a hazard: queued work that touches either range.
+  Status copy(DeviceAddr to, DeviceAddr from, Bytes size) override GPUMEMX_EXCLUDES(mu_);
+  // What is queued on the streams runs at once, in no time. Who waits for held work lets it run.
+  Result<HoldId> hold(const std::vector<StreamRef>& streams) override GPUMEMX_EXCLUDES(mu_);
+  void let_go(HoldId hold) override GPUMEMX_EXCLUDES(mu_);
 
-  // Time, in microseconds from the start. Only these, wait(), wait_any() and free() move it, never back.
+  // Time, in microseconds from the start. Only these, wait(), wait_any(), free() and synchronize() move
+  // it, never back.
   std::int64_t now_us() const { return streams_.now(); }
   void advance_to(std::int64_t us) GPUMEMX_EXCLUDES(mu_);
   void advance_by(std::int64_t us) GPUMEMX_EXCLUDES(mu_) { advance_to(now_us() + us); }
@@ -132,6 +142,8 @@ class SimDriver final : public DeviceDriver {
   void clear_hazards() GPUMEMX_EXCLUDES(mu_);
   Bytes reserved_bytes() const GPUMEMX_EXCLUDES(mu_);  // handles and plain allocations
   std::uint64_t mapping_count() const GPUMEMX_EXCLUDES(mu_);
+  // Whether every page of the range is USABLE by another device of the machine.
+  bool peer_may_use(AddrRange range, int peer) const GPUMEMX_EXCLUDES(mu_);
   std::uint64_t handle_count() const GPUMEMX_EXCLUDES(mu_);
   std::uint64_t live_events() const GPUMEMX_EXCLUDES(mu_);
   // No handle, mapping, plain allocation, reserved range or live event.
@@ -157,7 +169,8 @@ class SimDriver final : public DeviceDriver {
   std::optional<Refusal> unusable(StreamRef stream) const GPUMEMX_REQUIRES(mu_);
   std::optional<Refusal> unknown(EventId event) const GPUMEMX_REQUIRES(mu_);
   void note(std::string hazard) GPUMEMX_REQUIRES(mu_);
-  void note_queued_uses(AddrRange range) GPUMEMX_REQUIRES(mu_);
+  void note_queued_uses(const PastCall& call, DeviceAddr mapping) GPUMEMX_REQUIRES(mu_);
+  void finish_all() GPUMEMX_REQUIRES(mu_);
   void queue_work(StreamRef stream, std::vector<Access> accesses, std::uint64_t serial,
                   GraphId graph) GPUMEMX_REQUIRES(mu_);
   // Called by streams_, whose every method but the clock's is called under mu_.
@@ -177,6 +190,7 @@ class SimDriver final : public DeviceDriver {
   DriverMeter meter_ GPUMEMX_GUARDED_BY(mu_);
   DriverFigures meter_start_ GPUMEMX_GUARDED_BY(mu_);  // what reset_meter() saw
   std::uint64_t serial_ GPUMEMX_GUARDED_BY(mu_) = 0;   // of the newest call or launch
+  std::map<HoldId, std::vector<StreamRef>> holds_ GPUMEMX_GUARDED_BY(mu_);
   std::int64_t waited_us_ GPUMEMX_GUARDED_BY(mu_) = 0;
   std::uint64_t waits_ GPUMEMX_GUARDED_BY(mu_) = 0;
 

@@ -14,6 +14,7 @@ namespace gpumemx {
 class SimMachine {
  public:
   explicit SimMachine(std::uint32_t devices, SimOptions options = {}) {
+    options.devices = devices;
     for (options.device = 0; options.device < devices; ++options.device) {
       devices_.push_back(std::make_unique<SimDriver>(options));
     }

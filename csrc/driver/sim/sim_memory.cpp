@@ -4,6 +4,9 @@
 // the text and the seed.
 #include "driver/sim/sim_memory.hpp"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -17,8 +20,13 @@ constexpr std::uint64_t kDeviceStride = std::uint64_t{1} << 48;
 constexpr std::uint64_t kReservedBase = std::uint64_t{1} << 44;
 constexpr std::uint64_t kPlainBase = std::uint64_t{1} << 47;
 
-// Descriptors are far above what a process can open, so that close() on one harms nothing.
-constexpr int kFirstFd = 1'000'000'000;
+// What an exported descriptor's file holds: whose memory, and which piece.
+struct ExportedFile {
+  std::uint64_t magic = 0x6770756d656d7873;
+  const void* owner = nullptr;  // the device of this process
+  std::int64_t process = 0;
+  std::uint64_t index = 0;
+};
 
 AddrRange span_of(const SimOptions& options, std::uint64_t base, Bytes size) {
   return {DeviceAddr{options.device * kDeviceStride + base}, size};
@@ -32,6 +40,12 @@ SimMemory::SimMemory(const SimOptions& options)
     : options_(options),
       addresses_(span_of(options, kReservedBase, options.address_space)),
       plain_addresses_(span_of(options, kPlainBase, {kPlainBase})) {}
+
+SimMemory::~SimMemory() {
+  for (const auto& [id, handle] : handles_) {
+    if (handle.fd >= 0) (void)::close(handle.fd);
+  }
+}
 
 Result<AddrRange> SimMemory::reserve(Bytes size, Bytes alignment) {
   const std::optional<AddrRange> range = addresses_.take(size, alignment);
@@ -81,6 +95,7 @@ std::optional<Refusal> SimMemory::release(HandleId handle, std::uint64_t serial)
           describe(PastCall{DriverCall::kMap, mapping.serial, {begin, mapping.size}, handle}));
     }
   }
+  if (it->second.fd >= 0) (void)::close(it->second.fd);
   if (--it->second.memory->handles == 0) created_ -= it->second.memory->size;
   handles_.erase(it);
   end(DriverCall::kRelease, serial, {}, handle);
@@ -106,11 +121,17 @@ std::optional<Refusal> SimMemory::map(AddrRange range, HandleId handle, std::uin
   }
   ++it->second.mappings;
   mappings_.emplace_hint(other, range.begin,
-                         Mapping{range.size, it->second.memory, handle, serial, false, {}});
+                         Mapping{range.size, it->second.memory, handle, serial, false});
   return std::nullopt;
 }
 
-std::optional<Refusal> SimMemory::set_access(AddrRange range) {
+std::optional<Refusal> SimMemory::set_access(AddrRange range, const std::vector<int>& peers) {
+  for (const int peer : peers) {
+    if (peer < 0 || peer >= static_cast<int>(options_.devices) ||
+        peer == static_cast<int>(options_.device)) {
+      return broken("device " + std::to_string(peer) + " is no peer of this one");
+    }
+  }
   const auto first = mappings_.find(range.begin);
   DeviceAddr end = range.begin;
   std::uint64_t newly = 0;
@@ -127,6 +148,10 @@ std::optional<Refusal> SimMemory::set_access(AddrRange range) {
   }
   for (auto it = first; it != mappings_.end() && it->first < range.end(); ++it) {
     it->second.is_usable = true;
+    for (const int peer : peers) {
+      std::vector<int>& have = it->second.peers;
+      if (std::find(have.begin(), have.end(), peer) == have.end()) have.push_back(peer);
+    }
   }
   usable_count_ += newly;
   return std::nullopt;
@@ -156,7 +181,7 @@ std::optional<DeviceAddr> SimMemory::allocate(Bytes size, std::uint64_t serial) 
   created_ += whole;
   ++plain_count_;
   mappings_.emplace(range->begin,
-                    Mapping{whole, std::make_shared<Physical>(whole), {}, serial, true, {}});
+                    Mapping{whole, std::make_shared<Physical>(whole), {}, serial, true});
   return range->begin;
 }
 
@@ -174,18 +199,60 @@ std::optional<Refusal> SimMemory::free(DeviceAddr address, std::uint64_t serial)
   return std::nullopt;
 }
 
-int SimMemory::export_handle(HandleId handle) {
-  exported_.push_back(handles_.find(handle)->second.memory);
-  return kFirstFd + static_cast<int>(exported_.size()) - 1;
+std::optional<int> SimMemory::export_handle(HandleId handle) {
+  Handle& found = handles_.find(handle)->second;
+  if (found.fd >= 0) return found.fd;
+  const int fd = ::memfd_create("gpumemx-sim", MFD_CLOEXEC);
+  if (fd < 0) return std::nullopt;
+  ExportedFile file;
+  file.owner = this;
+  file.process = ::getpid();
+  file.index = exported_.size();
+  if (::pwrite(fd, &file, sizeof file, 0) != sizeof file) {
+    (void)::close(fd);
+    return std::nullopt;
+  }
+  exported_.push_back(found.memory);
+  found.fd = fd;
+  return fd;
 }
 
 std::optional<HandleId> SimMemory::import_handle(int fd) {
-  const auto index = static_cast<std::size_t>(fd - kFirstFd);
-  if (fd < kFirstFd || index >= exported_.size()) return std::nullopt;
-  std::shared_ptr<Physical> memory = exported_[index].lock();
+  ExportedFile file;
+  const std::uint64_t magic = std::exchange(file.magic, 0);
+  if (::pread(fd, &file, sizeof file, 0) != sizeof file || file.magic != magic ||
+      file.owner != this || file.process != ::getpid() || file.index >= exported_.size()) {
+    return std::nullopt;
+  }
+  std::shared_ptr<Physical> memory = exported_[file.index].lock();
   // A piece of memory can outlive its last handle inside a running call; it is gone all the same.
   if (!memory || memory->handles == 0) return std::nullopt;
   return add_handle(std::move(memory));
+}
+
+std::optional<std::string> SimMemory::copy(DeviceAddr to, DeviceAddr from, Bytes size) {
+  // The runs as they are now, before anything is written.
+  std::vector<std::pair<Bytes, Contents::Run>> runs;  // where from `from` on
+  Bytes at;
+  auto wrong = walk({from, size}, [&](Mapping& mapping, std::uint64_t offset, std::uint64_t part) {
+    for (const Contents::Run& run : mapping.memory->contents.runs_in(offset, part)) {
+      runs.emplace_back(at + Bytes{run.begin * Contents::kGranule - offset}, run);
+    }
+    at += Bytes{part};
+    return std::optional<std::string>();
+  });
+  if (wrong) return wrong;
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    const Bytes begin = runs[i].first;
+    const Bytes end = i + 1 < runs.size() ? runs[i + 1].first : size;
+    wrong = walk(
+        {to + begin, end - begin}, [&](Mapping& mapping, std::uint64_t offset, std::uint64_t part) {
+          mapping.memory->contents.write(offset, part, runs[i].second.tag, runs[i].second.writer);
+          return std::optional<std::string>();
+        });
+    if (wrong) return wrong;
+  }
+  return std::nullopt;
 }
 
 std::optional<Bytes> SimMemory::size_of(HandleId handle) const {

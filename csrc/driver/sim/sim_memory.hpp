@@ -51,11 +51,15 @@ class SimMemory {
     HandleId handle{};         // none for a plain allocation
     std::uint64_t serial = 0;  // of the call that made it
     bool is_usable = false;
-    std::vector<LastUse> uses;  // one for each stream; kept only when hazards are checked
+    std::vector<int> peers = {};     // other devices that may use it too
+    std::vector<LastUse> uses = {};  // one for each stream; kept only when hazards are checked
   };
   using Mappings = std::map<DeviceAddr, Mapping>;
 
   explicit SimMemory(const SimOptions& options);
+  ~SimMemory();
+  SimMemory(const SimMemory&) = delete;
+  SimMemory& operator=(const SimMemory&) = delete;
 
   // Each takes the serial number of the call that it carries out.
   Result<AddrRange> reserve(Bytes size, Bytes alignment);
@@ -63,12 +67,15 @@ class SimMemory {
   HandleId create(Bytes size);  // REQUIRES: size <= free()
   std::optional<Refusal> release(HandleId handle, std::uint64_t serial);
   std::optional<Refusal> map(AddrRange range, HandleId handle, std::uint64_t serial);
-  std::optional<Refusal> set_access(AddrRange range);
+  std::optional<Refusal> set_access(AddrRange range, const std::vector<int>& peers);
   std::optional<Refusal> unmap(AddrRange range, std::uint64_t serial);
   std::optional<DeviceAddr> allocate(Bytes size, std::uint64_t serial);
   std::optional<Refusal> free(DeviceAddr address, std::uint64_t serial);
-  int export_handle(HandleId handle);  // REQUIRES: size_of(handle). Holds no memory.
+  // A file that says which memory it stands for, closed by release(). Nothing where none can be made.
+  std::optional<int> export_handle(HandleId handle);  // REQUIRES: size_of(handle)
   std::optional<HandleId> import_handle(int fd);
+  // Copies the contents. A text when some page of the two ranges is not USABLE.
+  std::optional<std::string> copy(DeviceAddr to, DeviceAddr from, Bytes size);
 
   std::optional<Bytes> size_of(HandleId handle) const;
   // The mapping that begins at `begin`, or null.
@@ -79,6 +86,15 @@ class SimMemory {
     for (auto it = first_over(range.begin); it != mappings_.end() && it->first < range.end();
          ++it) {
       visit(it->second);
+    }
+  }
+
+  // The same with the address where each begins.
+  template <class Visit>
+  void for_each_begin_in(AddrRange range, Visit visit) const {
+    for (auto it = first_over(range.begin); it != mappings_.end() && it->first < range.end();
+         ++it) {
+      visit(it->first);
     }
   }
 
@@ -98,6 +114,7 @@ class SimMemory {
   struct Handle {
     std::shared_ptr<Physical> memory;
     std::uint64_t mappings = 0;
+    int fd = -1;  // exported as
   };
 
   Mappings::const_iterator first_over(DeviceAddr address) const;
@@ -115,7 +132,7 @@ class SimMemory {
   std::map<DeviceAddr, Bytes> reserved_;
   std::unordered_map<HandleId, Handle> handles_;
   Mappings mappings_;
-  std::vector<std::weak_ptr<Physical>> exported_;  // by file descriptor - kFirstFd
+  std::vector<std::weak_ptr<Physical>> exported_;  // by the number in the file
   CallHistory history_;
   Bytes created_;
   Bytes occupied_;

@@ -19,6 +19,7 @@ struct SimOptions {
   std::uint64_t max_mappings = 524'090;  // set_access() past it fails, as measured (driver 580)
   bool check_hazards = true;             // false: no access is checked, time is still kept
   std::uint32_t device = 0;              // addresses of two devices never overlap
+  std::uint32_t devices = 1;             // of the machine: the others can be peers
   CostModel costs;
 };
 

@@ -127,6 +127,12 @@ void SimStreams::set_manual(StreamRef stream, bool on) {
   if (!at(stream.id).queue.empty()) reschedule(at(stream.id));
 }
 
+void SimStreams::let_go(StreamId id) {
+  Stream& stream = at(id);
+  --stream.holds;
+  if (!stream.queue.empty()) reschedule(stream);
+}
+
 std::uint64_t SimStreams::push(StreamRef ref, Item item) {
   Stream& stream = at(ref.id);
   item.seq = stream.next_seq++;

@@ -68,6 +68,10 @@ class SimStreams {
   void set_lag(StreamRef stream, std::int64_t us) { at(stream.id).lag = us; }
   void set_manual(bool on);
   void set_manual(StreamRef stream, bool on);
+  // A held stream is as one in manual mode, whatever was set.
+  void hold(StreamId stream) { ++at(stream).holds; }
+  void let_go(StreamId stream);
+  bool is_held(StreamId stream) const { return at(stream).holds != 0; }
 
   // Queues an item and gives it its seq and due time. REQUIRES: is_alive(stream).
   // Nothing runs before the next catch_up().
@@ -94,6 +98,7 @@ class SimStreams {
     std::uint64_t destroyed_by = 0;  // serial; 0 while alive
     std::optional<std::int64_t> lag;
     std::optional<bool> manual;
+    int holds = 0;
     std::int64_t tail_due = 0;  // of the newest item
     std::uint64_t next_seq = 1;
     std::uint64_t done_seq = 0;
@@ -107,7 +112,9 @@ class SimStreams {
 
   Stream& at(StreamId id) { return streams_[static_cast<std::size_t>(id) - 1]; }
   const Stream& at(StreamId id) const { return streams_[static_cast<std::size_t>(id) - 1]; }
-  bool is_manual(const Stream& stream) const { return stream.manual.value_or(is_manual_); }
+  bool is_manual(const Stream& stream) const {
+    return stream.holds != 0 || stream.manual.value_or(is_manual_);
+  }
   void reschedule(Stream& stream);  // gives due times to what manual mode left without
   void run_front(StreamId id);
   void run_through(StreamId id, std::uint64_t seq);

@@ -43,6 +43,7 @@ TEST(CostModel, ChargesCallsWithoutAHandleOneFigure) {
   EXPECT_DOUBLE_EQ(costs.microseconds(DriverCall::kMemory), 5.4);
   EXPECT_DOUBLE_EQ(costs.microseconds(DriverCall::kExport), 1150);
   EXPECT_DOUBLE_EQ(costs.microseconds(DriverCall::kImport), 35);
+  EXPECT_DOUBLE_EQ(costs.microseconds(DriverCall::kCopy, 100_MiB), 10 + 53);
 }
 
 }  // namespace

@@ -114,6 +114,10 @@ TEST(CountingDriver, ForwardsEveryCallAndTimesIt) {
   EXPECT_EQ(counting.memory().value().total, 1_TiB);
   const HandleId third = counting.import_handle(counting.export_handle(first).value()).value();
   EXPECT_TRUE(counting.release(third).ok());
+  EXPECT_FALSE(counting.import_fabric(FabricHandle{}).ok());
+  EXPECT_TRUE(counting.copy(low.begin, high.begin, 1_MiB).ok());
+  EXPECT_TRUE(counting.synchronize().ok());
+  counting.let_go(counting.hold({gpu.default_stream()}).value());
   {
     RelaxedCapture relaxed(counting);
     EXPECT_EQ(gpu.exchange_capture_mode(CaptureMode::kRelaxed), CaptureMode::kRelaxed);

@@ -6,6 +6,7 @@
 #include "driver/sim/sim_driver.hpp"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -809,7 +810,7 @@ TEST(SimDriver, InPlainModeVirtualMemoryIsUnsupported) {
 TEST(SimDriver, AnImportedHandleIsTheSameMemoryUntilTheLastIsReleased) {
   SimDriver gpu;
   const HandleId ours = gpu.create(2_MiB).value();
-  const int fd = gpu.export_handle(ours).value();
+  const int fd = ::dup(gpu.export_handle(ours).value());
   const HandleId theirs = gpu.import_handle(fd).value();
   EXPECT_NE(ours, theirs);
   EXPECT_EQ(gpu.reserved_bytes(), 2_MiB);
@@ -820,6 +821,66 @@ TEST(SimDriver, AnImportedHandleIsTheSameMemoryUntilTheLastIsReleased) {
   EXPECT_EQ(gpu.hazard_count(), 0u);
   EXPECT_FALSE(gpu.import_handle(fd).ok());
   EXPECT_EQ(gpu.hazard_count(), 1u);
+  (void)::close(fd);
+}
+
+TEST(SimDriver, ADescriptorMeansNothingToAnotherDevice) {
+  SimDriver gpu;
+  SimDriver other;
+  const HandleId ours = gpu.create(2_MiB).value();
+  EXPECT_FALSE(other.import_handle(gpu.export_handle(ours).value()).ok());
+  EXPECT_EQ(other.hazard_count(), 1u);
+  EXPECT_TRUE(gpu.release(ours).ok());
+}
+
+TEST(SimDriver, ACopyUnderQueuedWorkIsAHazard) {
+  SimDriver gpu;
+  const SimPage from = make_page(gpu);
+  const SimPage to = make_page(gpu);
+  gpu.launch(gpu.default_stream(), {writes(from.range, 5)});
+  gpu.set_manual(true);
+  gpu.launch(gpu.default_stream(), {writes({from.range.begin + 1_MiB, 1_MiB}, 6)});
+  EXPECT_TRUE(gpu.copy(to.range.begin, from.range.begin, 1_MiB).ok());
+  EXPECT_EQ(gpu.hazard_count(), 0u) << joined_hazards(gpu);
+  EXPECT_TRUE(gpu.copy(to.range.begin, from.range.begin, 2_MiB).ok());
+  EXPECT_TRUE(is_the_hazard(gpu, {"copy #", "still used by", "which has not run"}));
+  gpu.clear_hazards();
+  EXPECT_TRUE(gpu.synchronize().ok());
+  EXPECT_TRUE(gpu.copy(to.range.begin, from.range.begin, 2_MiB).ok());
+  gpu.launch(gpu.default_stream(), {reads({to.range.begin, 1_MiB}, 5)});
+  gpu.launch(gpu.default_stream(), {reads({to.range.begin + 1_MiB, 1_MiB}, 6)});
+  gpu.complete_all();
+  EXPECT_EQ(gpu.hazard_count(), 0u) << joined_hazards(gpu);
+  EXPECT_FALSE(gpu.copy(to.range.begin, to.range.begin + 1_MiB, 2_MiB).ok());
+  EXPECT_FALSE(gpu.copy(to.range.begin, DeviceAddr{4096}, 1_MiB).ok());
+  EXPECT_EQ(gpu.hazard_count(), 2u);
+}
+
+TEST(SimDriver, SynchronizeInAForeignCaptureEndsIt) {
+  SimDriver gpu;
+  const StreamRef stream = gpu.new_stream();
+  gpu.begin_capture(stream, CaptureMode::kGlobal);
+  EXPECT_FALSE(gpu.synchronize().ok());
+  EXPECT_FALSE(gpu.end_capture(stream).ok());
+}
+
+TEST(SimMachine, OnlyPeersThatWereNamedMayUseAPage) {
+  SimMachine machine(3);
+  SimDriver& gpu = machine.device(0);
+  const SimPage page = make_page(gpu);
+  EXPECT_FALSE(gpu.peer_may_use(page.range, 1));
+  EXPECT_TRUE(gpu.set_access(page.range, {1}).ok());
+  EXPECT_TRUE(gpu.peer_may_use(page.range, 1));
+  EXPECT_FALSE(gpu.peer_may_use(page.range, 2));
+  EXPECT_TRUE(gpu.set_access(page.range, {2}).ok());  // adds
+  EXPECT_TRUE(gpu.peer_may_use(page.range, 1));
+  EXPECT_TRUE(gpu.peer_may_use(page.range, 2));
+  EXPECT_TRUE(gpu.unmap(page.range).ok());
+  EXPECT_TRUE(gpu.map(page.range, page.handle).ok());
+  EXPECT_TRUE(gpu.set_access(page.range).ok());
+  EXPECT_FALSE(gpu.peer_may_use(page.range, 1));
+  EXPECT_EQ(error_of(gpu.set_access(page.range, {3})), Errc::kInvalidArgument);
+  EXPECT_EQ(error_of(gpu.set_access(page.range, {0})), Errc::kInvalidArgument);
 }
 
 TEST(SimMachine, DevicesShareNoAddress) {
