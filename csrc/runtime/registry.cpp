@@ -105,8 +105,12 @@ void DeviceRegistry::empty_cache(Device& device) {
   const auto now = std::chrono::duration_cast<std::chrono::milliseconds>(
                        std::chrono::steady_clock::now().time_since_epoch())
                        .count();
-  const bool is_habit = now - device.last_emptied_ms.exchange(now) < 1000;
-  if (is_habit && device.allocator->options().background) {
+  constexpr std::int64_t kSoon = 1000;
+  constexpr int kHabit = 3;  // two or three calls in a row are somebody who waits for the memory
+  const bool soon = now - device.last_emptied_ms.exchange(now) < kSoon;
+  const int in_a_row = soon ? device.emptied_in_a_row.fetch_add(1) + 1 : 0;
+  if (!soon) device.emptied_in_a_row = 0;
+  if (in_a_row >= kHabit && device.allocator->options().background) {
     if (device.allocator->give_back_later().n > 0) background_.expect_returning(*device.allocator);
   } else {
     (void)device.allocator->trim({});

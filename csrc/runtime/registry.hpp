@@ -35,6 +35,7 @@ struct Device {
   std::unique_ptr<ScopeBoard> scopes;
   Bytes total;  // of the device's memory
   std::atomic<std::int64_t> last_emptied_ms{-1'000'000};  // of the steady clock
+  std::atomic<int> emptied_in_a_row{0};                   // each within a second of the one before
 };
 
 class DeviceRegistry {
@@ -79,9 +80,9 @@ class DeviceRegistry {
   void set_fraction(int index, double fraction) GPUMEMX_EXCLUDES(mu_);
   double fraction(int index) const GPUMEMX_EXCLUDES(mu_);
 
-  // Gives back what is idle. When called again within a second, as programs do that empty the cache in
-  // every step, what the next step needs again at once is only marked: the background thread returns
-  // it to the device when nothing takes it (runtime/background.hpp).
+  // Gives back what is idle, at once. From the fourth call on that comes within a second of the one
+  // before, as in programs that empty the cache in every step, what the next step will need again is
+  // only marked: the background thread returns it when nothing takes it (runtime/background.hpp).
   void empty_cache(Device& device);
 
   void shut_down();

@@ -7,7 +7,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "driver/sim/sim_driver.hpp"
@@ -71,6 +73,38 @@ TEST_F(RegistryTest, KnowsWhoseAnAddressIs) {
   EXPECT_EQ(devices_.owner_of({64}), -1);
   one.allocator->free(a.address);
   two.allocator->free(b.address);
+}
+
+TEST_F(RegistryTest, EmptyingTheCacheInEveryStepMarksWhatTheNextStepNeeds) {
+  Options options;
+  options.background = true;
+  devices_.configure(
+      options,
+      [](int) -> Result<std::unique_ptr<DeviceDriver>> {
+        SimOptions device;
+        device.capacity = 1_GiB;
+        return std::unique_ptr<DeviceDriver>(std::make_unique<SimDriver>(device));
+      },
+      nullptr);
+  Device& device = *devices_.device(4).value();
+  const auto held = [&] { return device.driver->memory().value().free; };
+  const auto step = [&] {
+    const AllocResult block = allocate(device, 64_MiB);
+    ASSERT_TRUE(block.ok());
+    device.allocator->free(block.address);
+    devices_.empty_cache(device);
+  };
+  for (int call = 1; call <= 3; ++call) {
+    step();
+    EXPECT_EQ(held(), 1_GiB) << call;  // honest at once
+  }
+  step();
+  EXPECT_EQ(device.allocator->stats().reserved_bytes.all().current, 0);
+  EXPECT_EQ(held(), 1_GiB - device.allocator->returning());
+  for (int i = 0; i < 2000 && held() != 1_GiB; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT_EQ(held(), 1_GiB);  // nothing took it, so it went
 }
 
 TEST_F(RegistryTest, AFractionCapsADeviceBeforeAndAfterItIsOpened) {
