@@ -132,8 +132,8 @@ std::string out_of_memory_text(c10::DeviceIndex device, const OomVerdict& v) {
     text += ": the device did not say how much it has.";
   }
   if (v.cap < v.device_total) text += " " + format_bytes(v.cap) + " allowed.";
-  text += " Of the allocated memory " + format_bytes(v.live + v.pending) +
-          " is allocated by PyTorch, ";
+  text +=
+      " Of the allocated memory " + format_bytes(v.live + v.pending) + " is allocated by PyTorch, ";
   if (v.in_private_pools.n != 0) {
     text += "with " + format_bytes(v.in_private_pools) +
             " allocated in private pools (e.g., CUDA Graphs), ";

@@ -22,7 +22,7 @@ class DeviceView {
   MemoryFigures figures() const;
   std::string summary() const;
   TrimReport clear_cache(bool wait) const;
-  Stats stats() const;  // zeros where gpumemx has not opened the device
+  Stats stats() const;                   // zeros where gpumemx has not opened the device
   DriverFigures driver_figures() const;  // the same
 
  private:

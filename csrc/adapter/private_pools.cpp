@@ -192,8 +192,8 @@ void PrivatePools::mark_capture(DeviceAllocator& core, c10::DeviceIndex device, 
   }
 }
 
-PrivatePools::Pool& PrivatePools::retain(c10::DeviceIndex device, DeviceAllocator& core, c10::MempoolId_t id,
-                                         ThirdParty allocator) {
+PrivatePools::Pool& PrivatePools::retain(c10::DeviceIndex device, DeviceAllocator& core,
+                                         c10::MempoolId_t id, ThirdParty allocator) {
   OnDevice& here = on(device);
   here.mu.assert_held();
   TORCH_CHECK(id != c10::MempoolId_t(0, 0), "gpumemx: (0, 0) is no private memory pool");

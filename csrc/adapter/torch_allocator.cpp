@@ -143,12 +143,9 @@ void* TorchAllocator::allocate_on(c10::DeviceIndex device, std::size_t nbytes,
                                   const StreamInfo& stream) {
   gpumemx::DeviceAllocator& allocator = core(device);
   const Because because(history_, torch_alloc::RecordContext::STATE);
-  AllocRequest request{{nbytes},
-                       stream,
-                       kDefaultPool,
-                       0,
-                       because.context(),
-                       reject_above_cap_.load(std::memory_order_relaxed)};
+  AllocRequest request{{nbytes},          stream,
+                       kDefaultPool,      0,
+                       because.context(), reject_above_cap_.load(std::memory_order_relaxed)};
   AllocResult result =
       routed(device, request, [&](const AllocRequest& r) { return allocator.allocate(r); });
   if (C10_UNLIKELY(!result.ok())) {
@@ -439,7 +436,8 @@ torch_alloc::SnapshotInfo TorchAllocator::snapshot(c10::MempoolId_t pool, bool i
   torch_alloc::SnapshotInfo info;
   info.config_metadata = torch_settings();
   MemoryHistory::PoolOf only;
-  if (pool != c10::MempoolId_t{0, 0}) only = [&](c10::DeviceIndex i) { return pools_.find(i, pool); };
+  if (pool != c10::MempoolId_t{0, 0})
+    only = [&](c10::DeviceIndex i) { return pools_.find(i, pool); };
   history_.snapshot(only, include_traces, info);
   return info;
 }

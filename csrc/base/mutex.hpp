@@ -80,8 +80,7 @@ class GPUMEMX_CAPABILITY Mutex {
   static void note_holder(bool) {}
 #else
   void note_holder(bool held) {
-    holder_.store(held ? std::this_thread::get_id() : std::thread::id(),
-                  std::memory_order_relaxed);
+    holder_.store(held ? std::this_thread::get_id() : std::thread::id(), std::memory_order_relaxed);
   }
   std::atomic<std::thread::id> holder_{};
 #endif

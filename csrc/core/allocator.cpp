@@ -275,8 +275,9 @@ Stats DeviceAllocator::stats() const {
   MutexLock lock(mu_);
   Stats now = books_.stats;
   if (returning_mark_ == 0) return now;
+  const std::uint64_t mark = returning_mark_;
   books_.handles.for_each([&](const Handle* h) {
-    if (!is_returning(*h)) return;
+    if (!h->idle_before(mark)) return;
     now.returning_bytes += h->size();
     now.reserved_bytes.sub(h->small, h->size().n);
   });

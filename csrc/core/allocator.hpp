@@ -427,10 +427,10 @@ class DeviceAllocator {
   void restore(const std::vector<Unmap>& unmaps) GPUMEMX_REQUIRES(work_mu_, mu_);
   bool release(Handle* handle) GPUMEMX_REQUIRES(work_mu_, mu_);
   void drop_complete_aliases() GPUMEMX_REQUIRES(work_mu_, mu_);
+  bool maintain_once(bool release_returning) GPUMEMX_REQUIRES(work_mu_) GPUMEMX_EXCLUDES(mu_);
   bool retire_doomed() GPUMEMX_REQUIRES(work_mu_, mu_);
   bool trim_crowded() GPUMEMX_REQUIRES(work_mu_, mu_);
   bool doom_returning() GPUMEMX_REQUIRES(work_mu_, mu_);
-  bool is_returning(const Handle& handle) const GPUMEMX_REQUIRES(mu_);
   bool release_doomed() GPUMEMX_REQUIRES(work_mu_, mu_);
   bool release_plain(Handle* handle) GPUMEMX_REQUIRES(work_mu_, mu_);
 

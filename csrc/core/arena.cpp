@@ -33,9 +33,7 @@ const char* to_string(BlockState state) {
 }
 
 PageTable::PageTable(DeviceAddr base, Bytes size)
-    : base_(base),
-      granules_(size.n / kGranule.n),
-      blocks_(zeroed<std::uint32_t>(granules_)) {
+    : base_(base), granules_(size.n / kGranule.n), blocks_(zeroed<std::uint32_t>(granules_)) {
   std::size_t bits = granules_;
   for (auto& level : begins_) {
     level.reset(zeroed<std::uint64_t>(words(bits)));

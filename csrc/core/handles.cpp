@@ -114,19 +114,20 @@ bool DeviceAllocator::release_doomed() {
 bool DeviceAllocator::maintain(bool release_returning) {
   if (shut_down_ || wanting_work_.load() > 0 || !work_mu_.try_lock()) return false;
   const RelaxedCapture relaxed(driver_);
-  const auto step = [&] {
-    const MutexLock lock(mu_);
-    if (retire_doomed() || trim_crowded()) return true;
-    return release_returning && doom_returning() && retire_doomed();
-  };
-  bool any = step();
+  bool any = maintain_once(release_returning);
   if (!any && release_returning && returning().n > 0) {
     // What is marked is not known to be complete: nobody has asked yet.
     close_epochs();
-    any = poll() && step();
+    any = poll() && maintain_once(release_returning);
   }
   work_mu_.unlock();
   return any;
+}
+
+bool DeviceAllocator::maintain_once(bool release_returning) {
+  const MutexLock lock(mu_);
+  if (retire_doomed() || trim_crowded()) return true;
+  return release_returning && doom_returning() && retire_doomed();
 }
 
 // Unmaps one alias of a handle that is to go, or releases it.
@@ -160,8 +161,8 @@ bool DeviceAllocator::retire_doomed() {
 bool DeviceAllocator::trim_crowded() {
   while (!crowded_.empty()) {
     Handle* handle = books_.handles.find(crowded_.back());  // it may be gone since, or hold less
-    const bool crowded = handle != nullptr &&
-                         handle->alias_count > static_cast<std::uint32_t>(options_.max_aliases);
+    const bool crowded =
+        handle != nullptr && handle->alias_count > static_cast<std::uint32_t>(options_.max_aliases);
     Mapping* oldest = crowded ? oldest_droppable(*handle) : nullptr;
     if (oldest == nullptr) {
       crowded_.pop_back();

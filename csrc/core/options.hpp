@@ -43,7 +43,7 @@ struct Options {
   // with more than 4 GiB; from cushion_until on there is none.
   double cushion = 0.15;
   Bytes cushion_until{6ull << 30};
-  bool recut = true;         // release an idle handle to create the missing piece
+  bool recut = true;  // release an idle handle to create the missing piece
 
   // --- near a known capacity
   double tight_from = 0.8;  // share of the capacity that is reserved, (0, 1]

@@ -117,8 +117,8 @@ std::span<const Candidate> CandidateSearch::find(const Heap& heap, Bytes size, c
     if (is_good_) break;
   }
   most = std::min(most, found_.size());
-  std::partial_sort(found_.begin(), found_.begin() + static_cast<std::ptrdiff_t>(most), found_.end(),
-                    [](const Candidate& a, const Candidate& b) {
+  std::partial_sort(found_.begin(), found_.begin() + static_cast<std::ptrdiff_t>(most),
+                    found_.end(), [](const Candidate& a, const Candidate& b) {
                       return std::tie(a.key, a.pages_pinned, a.run, a.at) <
                              std::tie(b.key, b.pages_pinned, b.run, b.at);
                     });
@@ -286,9 +286,8 @@ void CandidateSearch::evaluate(const Run& run, DeviceAddr at) {
   if (at < run.begin || at + size_ > run.end) return;
   const DeviceAddr begin = page_down(at), end = page_up(at + size_);
   const auto stretch_at = [&](DeviceAddr page) {
-    const auto above = std::upper_bound(
-        stretches_.begin(), stretches_.end(), page,
-        [](DeviceAddr a, const Stretch& s) { return a < s.begin; });
+    const auto above = std::upper_bound(stretches_.begin(), stretches_.end(), page,
+                                        [](DeviceAddr a, const Stretch& s) { return a < s.begin; });
     return static_cast<std::size_t>(above - stretches_.begin()) - 1;
   };
   const std::size_t first = stretch_at(begin), last = stretch_at(end - kPage);
@@ -307,8 +306,7 @@ void CandidateSearch::evaluate(const Run& run, DeviceAddr at) {
   const double little = static_cast<double>(policy_->switch_waste().n) / (1u << 20);
   if (sums->missing == 0 && waste <= little) is_good_ = true;
   found_.push_back({waste + price_ * cost, sums->pinned,
-                    run.open ? Bytes{~0ull} : run.end - run.begin, at, run.end,
-                    run.first->region});
+                    run.open ? Bytes{~0ull} : run.end - run.begin, at, run.end, run.first->region});
 }
 
 // Of the pages [begin, end), which lie on the stretches first to last; nothing when a mapping that is
@@ -327,8 +325,7 @@ std::optional<CandidateSearch::Sums> CandidateSearch::sums_of(std::size_t first,
   std::uint64_t outside = 0;
   if (is_gap(low)) outside += (begin - low.begin).n / kPage.n;
   if (is_gap(high)) outside += (high.end - end).n / kPage.n;
-  const bool low_began_before =
-      is_gap(low) && first > 0 && is_gap(stretches_[first - 1]);
+  const bool low_began_before = is_gap(low) && first > 0 && is_gap(stretches_[first - 1]);
   Sums sums;
   sums.missing = upto.missing - low.before.missing - outside;
   sums.pinned = upto.pinned - low.before.pinned - outside;

@@ -122,6 +122,8 @@ struct Handle {
 
   Bytes size() const { return kPage * pages; }
   bool busy() const { return home != nullptr && home->uses > 0; }
+  // Idle since before serial number `mark`, and nobody has taken it.
+  bool idle_before(std::uint64_t mark) const { return idle_list != nullptr && idle_since <= mark; }
 };
 
 inline bool Mapping::is_home() const { return handle->home == this; }

@@ -114,10 +114,6 @@ Bytes DeviceAllocator::release_idle(Bytes target) {
   return before - std::min(before, reserved());
 }
 
-bool DeviceAllocator::is_returning(const Handle& handle) const {
-  return handle.idle_list != nullptr && handle.idle_since <= returning_mark_;
-}
-
 Bytes DeviceAllocator::give_back_later() {
   if (shut_down_) return {};
   MutexLock lock(mu_);
@@ -131,8 +127,9 @@ Bytes DeviceAllocator::returning() const {
   MutexLock lock(mu_);
   Bytes bytes;
   if (returning_mark_ == 0) return bytes;
+  const std::uint64_t mark = returning_mark_;
   books_.handles.for_each([&](const Handle* h) {
-    if (is_returning(*h)) bytes += h->size();
+    if (h->idle_before(mark)) bytes += h->size();
   });
   return bytes;
 }
@@ -141,12 +138,13 @@ Bytes DeviceAllocator::returning() const {
 // is done.
 bool DeviceAllocator::doom_returning() {
   if (returning_mark_ == 0) return false;
+  const std::uint64_t mark = returning_mark_;
   Handle* oldest = nullptr;
   const auto look = [&](const IdleList& list) {
     // Handles of one size are in the order of their idleness.
     for (std::uint64_t sizes = list.sizes(); sizes != 0; sizes &= sizes - 1) {
       Handle* h = list.front(static_cast<std::uint32_t>(std::countr_zero(sizes)));
-      if (!is_returning(*h) || !can_be_released(*h)) continue;
+      if (!h->idle_before(mark) || !can_be_released(*h)) continue;
       if (oldest == nullptr || h->idle_since < oldest->idle_since) oldest = h;
     }
   };

@@ -44,8 +44,8 @@ class Background {
   using Clock = std::chrono::steady_clock;
   struct Served {
     DeviceAllocator* allocator;
-    bool returning = false;    // something was marked and has neither gone nor been taken yet
-    Bytes seen;                // how much, when last looked
+    bool returning = false;     // something was marked and has neither gone nor been taken yet
+    Bytes seen;                 // how much, when last looked
     Clock::time_point since{};  // when that changed last
   };
 

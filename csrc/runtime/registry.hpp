@@ -33,7 +33,7 @@ struct Device {
   std::unique_ptr<CountingDriver> counting;  // in front of `driver`
   std::unique_ptr<DeviceAllocator> allocator;
   std::unique_ptr<ScopeBoard> scopes;
-  Bytes total;  // of the device's memory
+  Bytes total;                                            // of the device's memory
   std::atomic<std::int64_t> last_emptied_ms{-1'000'000};  // of the steady clock
   std::atomic<int> emptied_in_a_row{0};                   // each within a second of the one before
 };

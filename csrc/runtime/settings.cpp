@@ -85,7 +85,8 @@ Options Settings::defaults() {
   return options;
 }
 
-Settings::Settings() : options_(defaults()), sources_(setting_rows().size(), std::string(kDefaultSource)) {}
+Settings::Settings()
+    : options_(defaults()), sources_(setting_rows().size(), std::string(kDefaultSource)) {}
 
 std::optional<std::string> Settings::apply(std::string_view text, std::string_view source) {
   return assign(split_conf(text), source, "");

@@ -6,7 +6,8 @@ starts):
 
     python -m pytest tests/gpu/test_graphs_and_pools.py
 
-With GPUMEMX_TEST_NATIVE=1 the same runs on torch's own allocator; what only gpumemx does is skipped.
+With GPUMEMX_TEST_NATIVE=1 the same runs on torch's own allocator; what only gpumemx does is
+skipped.
 """
 
 from __future__ import annotations
@@ -195,8 +196,8 @@ def test_the_memory_of_a_graph_goes_when_the_graph_and_its_tensors_do() -> None:
 def test_graphs_share_a_pool() -> None:
     static = ints(4 * MIB, 2)
     first, a = capture(lambda: static * 10)
-    second, b = capture(lambda: a + 1, pool=first.pool())
-    third, c = capture(lambda: b * 2 + a, pool=first.pool())
+    second, b = capture(lambda a=a: a + 1, pool=first.pool())
+    third, c = capture(lambda a=a, b=b: b * 2 + a, pool=first.pool())
     assert {a.data_ptr(), b.data_ptr(), c.data_ptr()} <= live_in(first.pool())
     for value in (3, 4):
         static.fill_(value)

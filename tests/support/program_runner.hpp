@@ -869,8 +869,8 @@ class ProgramRunner {
       return Bytes{static_cast<std::uint64_t>(a.all().current)};
     };
     if (held(s) != gpu_.reserved_bytes()) {
-      return fail("reserved and returning are " + std::to_string(held(s).n) +
-                  ", the device says " + std::to_string(gpu_.reserved_bytes().n));
+      return fail("reserved and returning are " + std::to_string(held(s).n) + ", the device says " +
+                  std::to_string(gpu_.reserved_bytes().n));
     }
     Bytes pending, pending_requested;
     std::size_t live = 0;

@@ -49,9 +49,9 @@ struct Op {
     kFreeElsewhere,  // another thread frees block a while this one is inside allocate(b bytes)
     kComplete,       // a items of stream b
     kCompleteAll,
-    kAdvance,  // the clock, by a us
-    kTrim,     // a: how
-    kMaintain,  // a: how many calls' worth, b: whether memory is marked as returning first
+    kAdvance,       // the clock, by a us
+    kTrim,          // a: how
+    kMaintain,      // a: how many calls' worth, b: whether memory is marked as returning first
     kBeginCapture,  // on stream a (of any kind), into pool b (old or new)
     kGraphAlloc,    // a bytes in capture b
     kGraphFree,     // block a of capture b

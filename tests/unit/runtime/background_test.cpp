@@ -42,7 +42,8 @@ class BackgroundThreadTest : public ::testing::Test {
     return options;
   }
   DeviceAddr alloc(Bytes size) {
-    AllocResult got = allocator_.allocate({size, {gpu_.default_stream(), true}, kDefaultPool, 0, nullptr});
+    AllocResult got =
+        allocator_.allocate({size, {gpu_.default_stream(), true}, kDefaultPool, 0, nullptr});
     EXPECT_TRUE(got.ok());
     return got.address;
   }

@@ -303,7 +303,7 @@ TEST(Settings, DescribesTheKeysInTheOrderOfTheList) {
 TEST(Settings, AgreesWithTheCoreOnWhatIsInRange) {
   const struct {
     const char* key;
-    double Options::*field;
+    double Options::* field;
     double inside[2];
     double outside[2];
   } cases[] = {
