@@ -174,8 +174,14 @@ void TorchAllocator::tell_allocated(c10::DeviceIndex device, void* ptr, Bytes si
   }
 }
 
+// Asking CUDA takes half of the time of an allocation, and where there is one device nobody has to.
+c10::DeviceIndex TorchAllocator::current_device() const {
+  return C10_LIKELY(devices_.device_count() == 1) ? c10::DeviceIndex{0}
+                                                  : c10::cuda::current_device();
+}
+
 c10::DataPtr TorchAllocator::allocate(std::size_t nbytes) {
-  const c10::DeviceIndex device = c10::cuda::current_device();
+  const c10::DeviceIndex device = current_device();
   const c10::Device where(c10::kCUDA, device);
   if (C10_UNLIKELY(!isEnabled())) {
     void* ptr = nullptr;
@@ -203,13 +209,13 @@ c10::DeleterFnPtr TorchAllocator::raw_deleter() const {
 
 void* TorchAllocator::raw_alloc(std::size_t nbytes) {
   if (nbytes == 0) return nullptr;
-  const c10::DeviceIndex device = c10::cuda::current_device();
+  const c10::DeviceIndex device = current_device();
   return raw_alloc_with_stream(nbytes, c10::cuda::getCurrentCUDAStream(device).stream());
 }
 
 void* TorchAllocator::raw_alloc_with_stream(std::size_t nbytes, cudaStream_t stream) {
   if (nbytes == 0) return nullptr;
-  const c10::DeviceIndex device = c10::cuda::current_device();
+  const c10::DeviceIndex device = current_device();
   return allocate_on(device, nbytes, stream_info(open(device), device, stream, false));
 }
 

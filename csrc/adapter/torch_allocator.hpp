@@ -137,6 +137,7 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   StreamInfo stream_info(Device& device, c10::DeviceIndex index, cudaStream_t stream,
                          bool known_permanent);
   bool is_torch_stream(c10::DeviceIndex device, cudaStream_t stream);
+  c10::DeviceIndex current_device() const;
   gpumemx::DeviceAllocator& core(c10::DeviceIndex device) { return *open(device).allocator; }
   void note_torch_streams(c10::DeviceIndex device);
   template <class Allocate>

@@ -122,8 +122,10 @@ struct Handle {
 
   Bytes size() const { return kPage * pages; }
   bool busy() const { return home != nullptr && home->uses > 0; }
-  // Idle since before serial number `mark`, and nobody has taken it.
-  bool idle_before(std::uint64_t mark) const { return idle_list != nullptr && idle_since <= mark; }
+  // Idle since before this serial number, and nobody has taken it.
+  bool idle_before(std::uint64_t serial) const {
+    return idle_list != nullptr && idle_since <= serial;
+  }
 };
 
 inline bool Mapping::is_home() const { return handle->home == this; }
