@@ -40,7 +40,8 @@ struct Options {
   double slack = 0;          // growth up to peak live x (1 + slack) goes before harvest
   // Small programs are bound by the host and far from any limit, so driver calls cost them most and
   // memory least: this share of the peak of live memory may be reserved on top. Fades out for programs
-  // with more than 4 GiB; from cushion_until on there is none.
+  // with more than 4 GiB; from cushion_until on there is none, nor on devices (or under caps) of less
+  // than four times that.
   double cushion = 0.15;
   Bytes cushion_until{6ull << 30};
   bool recut = true;  // release an idle handle to create the missing piece

@@ -36,7 +36,8 @@ TEST_F(PolicyTest, SmallProgramsHaveACushionThatFadesOut) {
   EXPECT_EQ(budget(5_GiB), 5_GiB + 256_MiB);
   EXPECT_EQ(budget(6_GiB), 6_GiB);
   EXPECT_EQ(budget(50_GiB), 50_GiB);
-  EXPECT_EQ((Policy{options_, 3_GiB, 3_GiB, 3_GiB + 512_MiB}.budget()), 3_GiB);  // tight
+  EXPECT_EQ((Policy{options_, 3_GiB, 3_GiB, 24_GiB}.budget()), 3_GiB);  // it could fill that
+  EXPECT_EQ((Policy{options_, 3_GiB, 3_GiB, 24_GiB + 4_B}.budget()), 3_GiB + 768_MiB);
   options_.slack = 0.5;
   EXPECT_EQ(budget(2_GiB), 3_GiB + 512_MiB);
 }
