@@ -295,15 +295,17 @@ DeviceAllocator::Served DeviceAllocator::serve_plain(HeapSet& set, Bytes size) {
   Heap& heap = set.heap(heap_kind(size, true, options_), books_);
   Bytes segment = set.whole ? round_up(size, kPage) : plain_segment_size(size, heap.kind());
   std::optional<Error> error;
-  // First the usual segment, then one as small as it can be, then that after giving back the cache.
-  for (int step = 0; step < 3; ++step) {
+  // First the usual segment, then one as small as it can be, then that after giving back as much of the
+  // cache as should do, and last after giving back all of it: what is known of the device's capacity
+  // may be old.
+  for (int step = 0; step < 4; ++step) {
     const Policy now = policy({});
     if (step == 1) segment = round_up(size, kPage);
-    if (step == 2) {
-      const Bytes target = now.capacity < segment ? Bytes{} : now.capacity - segment;
-      const bool by_cap = now.reserved + segment > now.capacity;
-      const Bytes freed = release_idle(by_cap ? target : Bytes{});
-      if (freed.n == 0) break;
+    if (step >= 2) {
+      const bool is_short = now.reserved + segment > now.capacity && now.capacity > segment;
+      if (step == 2 && !is_short) continue;
+      const Bytes freed = release_idle(step == 2 ? now.capacity - segment : Bytes{});
+      if (freed.n == 0) continue;
       ++books_.stats.num_alloc_retries;
     }
     if (reserved() + segment > cap()) continue;

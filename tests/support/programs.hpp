@@ -167,6 +167,7 @@ class ProgramMaker {
     if (random_.percent(40)) o.slack = static_cast<double>(random_.below(30)) / 100;
     // With it a small program grows where it would move memory.
     o.cushion = random_.percent(30) ? static_cast<double>(random_.below(30)) / 100 : 0;
+    o.cushion_until = mib(random_.from(8, 200));  // a quarter of the device at most has one
     if (random_.percent(40)) o.tight_from = static_cast<double>(random_.from(40, 100)) / 100;
     if (random_.percent(70)) o.fence_frees = static_cast<std::uint32_t>(random_.from(1, 64));
     if (random_.percent(70)) o.fence_bytes = mib(random_.from(1, 64));
