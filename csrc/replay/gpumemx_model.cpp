@@ -20,8 +20,8 @@ SimOptions device_options(Bytes capacity) {
 
 }  // namespace
 
-GpumemxModel::GpumemxModel(const Options& options, Bytes capacity, double lag_ms)
-    : device_(device_options(capacity)), allocator_(device_, options) {
+GpumemxModel::GpumemxModel(const Options& options, const MemoryLimits& limits, double lag_ms)
+    : device_(device_options(limits.lowest())), allocator_(device_, options) {
   device_.set_lag_us(std::llround(lag_ms * 1000));
 }
 

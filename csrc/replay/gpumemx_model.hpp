@@ -18,8 +18,8 @@ namespace gpumemx {
 
 class GpumemxModel final : public PolicyModel {
  public:
-  // `capacity` of the device; 0: no limit. REQUIRES: options.validate() finds nothing.
-  GpumemxModel(const Options& options, Bytes capacity, double lag_ms);
+  // The device has the lower of the limits. REQUIRES: options.validate() finds nothing.
+  GpumemxModel(const Options& options, const MemoryLimits& limits, double lag_ms);
 
   void advance_to(std::int64_t time_us) override;
   std::optional<BlockRef> allocate(Bytes size, std::int16_t stream) override;

@@ -32,14 +32,14 @@ constexpr PolicyEntry torch_policy(std::string_view name) {
   return {name,
           [](const PolicyOptions& o) { return torch_options(o.torch, kExpandable).validate(); },
           [](const PolicyOptions& o) -> std::unique_ptr<PolicyModel> {
-            return std::make_unique<TorchModel>(torch_options(o.torch, kExpandable), o.capacity);
+            return std::make_unique<TorchModel>(torch_options(o.torch, kExpandable), o.limits);
           }};
 }
 
 constexpr std::array kPolicies{
     PolicyEntry{"gpumemx", [](const PolicyOptions& o) { return core_options(o.core).validate(); },
            [](const PolicyOptions& o) -> std::unique_ptr<PolicyModel> {
-             return std::make_unique<GpumemxModel>(core_options(o.core), o.capacity, o.lag_ms);
+             return std::make_unique<GpumemxModel>(core_options(o.core), o.limits, o.lag_ms);
            }},
     torch_policy<false>("native"),
     torch_policy<true>("expandable"),

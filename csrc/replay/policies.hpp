@@ -17,7 +17,7 @@ namespace gpumemx {
 
 struct PolicyOptions {
   std::string policy = "gpumemx";
-  Bytes capacity;      // that the policy may hold; 0: no limit
+  MemoryLimits limits;
   double lag_ms = 20;  // of the device behind the host; torch's allocator asks for no events
   Options core;        // of gpumemx; `background` is set by the replay
   TorchOptions torch;  // of native and expandable; `expandable_segments` is set by the policy

@@ -7,6 +7,7 @@
 // calls give the same figures on every machine. Not thread-safe.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -19,11 +20,26 @@ namespace gpumemx {
 // What a block is given back by. What it means is the model's affair.
 using BlockRef = std::uint64_t;
 
+// What a policy may hold. 0: no limit.
+struct MemoryLimits {
+  Bytes cap;     // what it lets itself reserve, as set_per_process_memory_fraction() says it
+  Bytes device;  // what the device has for it
+  // What the device says it has: at least what both others allow. Decides how many addresses are
+  // reserved; 0: that of the card that the models were measured on (an H200).
+  Bytes device_total;
+
+  // The lower of both, or 0.
+  Bytes lowest() const {
+    if (cap == Bytes{} || device == Bytes{}) return std::max(cap, device);
+    return std::min(cap, device);
+  }
+};
+
 struct PolicyFigures {
-  Bytes reserved;          // device memory held now ...
-  Bytes reserved_peak;     // ... and the most so far
-  DriverFigures driver;    // modelled
-  double wait_seconds = 0; // that requests waited for streams
+  Bytes reserved;             // device memory held now ...
+  Bytes reserved_peak;        // ... and the most so far
+  DriverFigures driver;       // modelled
+  double wait_seconds = 0;    // that requests waited for streams
   std::uint64_t retries = 0;  // requests that were served after cached memory went back to the device
   PathCounts paths;
 };

@@ -18,8 +18,18 @@ constexpr Bytes kSmallSegment = 2_MiB;
 constexpr Bytes kLargeSegmentBelow = 10_MiB;  // such requests share segments; others have their own
 constexpr Bytes kOwnSegmentStep = 2_MiB;
 constexpr Bytes kLargestRequest{std::uint64_t{1} << 60};
-// "No limit", and what it takes to hold a program's memory twice over.
 constexpr Bytes kNoLimit = 64_TiB;
+// Of the H200 that the models were measured on.
+constexpr Bytes kMeasuredDevice{150'110'011'392};
+
+MemoryLimits in_full(MemoryLimits limits) {
+  const Bytes lowest = limits.lowest();
+  if (limits.device_total == Bytes{}) limits.device_total = std::max(kMeasuredDevice, lowest);
+  for (Bytes* limit : {&limits.cap, &limits.device}) {
+    if (*limit == Bytes{}) *limit = kNoLimit;
+  }
+  return limits;
+}
 
 }  // namespace
 
@@ -73,8 +83,8 @@ struct TorchModel::Request {
   Pool& pool;
 };
 
-TorchModel::TorchModel(const TorchOptions& options, Bytes capacity)
-    : options_(options), capacity_(capacity == Bytes{} ? kNoLimit : capacity), pools_(2) {
+TorchModel::TorchModel(const TorchOptions& options, const MemoryLimits& limits)
+    : options_(options), limits_(in_full(limits)), capped_(limits.cap != Bytes{}), pools_(2) {
   pools_[0].small = true;
 }
 
@@ -225,8 +235,8 @@ TorchModel::Block* TorchModel::find_free(const Request& request) {
 }
 
 TorchModel::Block* TorchModel::take_new(const Request& request) {
-  // Expandable segments too are asked for a whole segment of room, though they may map less.
-  if (reserved_ + request.segment > capacity_) return nullptr;
+  // Under a cap, expandable segments too need room for a whole segment, though they may map less.
+  if (reserved_ + request.segment > limits_.cap) return nullptr;
   return options_.expandable_segments ? grow(request) : take_segment(request);
 }
 
@@ -273,9 +283,9 @@ void TorchModel::release_all_cached() {
 // Gives back whole segments that have been cached for longer than the average, until little enough
 // is held. Blocks of expandable segments count towards the average, but stay.
 void TorchModel::collect_garbage() {
-  if (options_.garbage_collection_threshold <= 0 || capacity_ == kNoLimit) return;
+  if (options_.garbage_collection_threshold <= 0 || !capped_) return;
   const Bytes threshold{static_cast<std::uint64_t>(options_.garbage_collection_threshold *
-                                                   static_cast<double>(capacity_.n))};
+                                                   static_cast<double>(limits_.cap.n))};
   if (reserved_ <= threshold) return;
   const Bytes target = reserved_ - threshold;
   Pool& pool = pools_[1];
@@ -308,6 +318,7 @@ void TorchModel::collect_garbage() {
 // --- plain segments
 
 TorchModel::Block* TorchModel::take_segment(const Request& request) {
+  if (reserved_ + request.segment > limits_.device) return nullptr;
   const DeviceAddr address = addresses_.allocate(round_up(request.segment, kOwnSegmentStep));
   charge(DriverCall::kAllocate, request.segment);
   hold({address, request.segment}, request.stream);
@@ -327,10 +338,10 @@ void TorchModel::release_segment(Block* block) {
 
 TorchModel::Block* TorchModel::grow(const Request& request) {
   Block* block = room_to_grow(request);
-  if (!block->mapped) map(block, std::min(block->size, request.size));
+  if (!block->mapped && !map(block, std::min(block->size, request.size))) return nullptr;
   while (block->size < request.size) {
     Block* next = block->after;
-    map(next, std::min(request.size - block->size, next->size));
+    if (!map(next, std::min(request.size - block->size, next->size))) return nullptr;
     block = next;  // which took the one before it in
   }
   request.pool.free.erase(block);
@@ -351,7 +362,8 @@ TorchModel::Block* TorchModel::room_to_grow(const Request& request) {
   }
   const Bytes page = pool.small ? kSmallSegment : options_.large_segment_size;
   // 9/8 of the device: what is unmapped in the middle can be mapped at the end.
-  const Bytes size = round_up({std::max(capacity_.n + capacity_.n / 8, request.size.n)}, page);
+  const std::uint64_t total = limits_.device_total.n;
+  const Bytes size = round_up(std::max(Bytes{total + total / 8}, request.size), page);
   next_segment_ += 2 * size.n;
   Block* block = new_block({next_segment_}, size, request.stream, pool);
   block->page = page;
@@ -360,9 +372,11 @@ TorchModel::Block* TorchModel::room_to_grow(const Request& request) {
   return block;
 }
 
-// Maps the pages that the first `size` bytes of `block` need, and puts it among the free ones.
-void TorchModel::map(Block* block, Bytes size) {
+// Maps the pages that the first `size` bytes of `block` need, and puts it among the free ones. False,
+// and nothing changed, when the device has no memory for them.
+bool TorchModel::map(Block* block, Bytes size) {
   const Bytes pages = round_up(size, *block->page);
+  if (reserved_ + pages > limits_.device) return false;
   block->pool->unmapped.erase(block);
   if (pages < block->size) {
     Block* rest = new_block(block->address + pages, block->size - pages, block->stream, *block->pool);
@@ -384,6 +398,7 @@ void TorchModel::map(Block* block, Bytes size) {
   hold({block->address, pages}, block->stream);
   merge_with_neighbours(block);
   insert_free(block);
+  return true;
 }
 
 // Unmaps the pages that lie wholly in the free `block`; an expandable segment without any is dropped.

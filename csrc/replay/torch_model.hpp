@@ -33,9 +33,8 @@ class TorchModel final : public PolicyModel {
   };
   using SegmentObserver = std::function<void(const SegmentEvent&)>;
 
-  // `capacity` is what torch may reserve, as set_per_process_memory_fraction() limits it; 0: no
-  // limit. REQUIRES: options.validate() finds nothing.
-  TorchModel(const TorchOptions& options, Bytes capacity);
+  // REQUIRES: options.validate() finds nothing.
+  TorchModel(const TorchOptions& options, const MemoryLimits& limits);
   ~TorchModel() override;
   TorchModel(const TorchModel&) = delete;
   TorchModel& operator=(const TorchModel&) = delete;
@@ -75,7 +74,7 @@ class TorchModel final : public PolicyModel {
   // --- expandable segments
   Block* grow(const Request& request);
   Block* room_to_grow(const Request& request);
-  void map(Block* block, Bytes size);
+  bool map(Block* block, Bytes size);
   void unmap(Block* block);
 
   void hold(AddrRange range, std::int16_t stream);
@@ -83,7 +82,8 @@ class TorchModel final : public PolicyModel {
   void charge(DriverCall call, Bytes size);
 
   const TorchOptions options_;
-  const Bytes capacity_;
+  const MemoryLimits limits_;  // none is 0
+  const bool capped_;
   std::deque<Block> blocks_;
   std::vector<Block*> spare_;
   std::vector<Pool> pools_;  // small, large
