@@ -95,9 +95,21 @@ time_us : numpy.ndarray of int64
 slots : int
     Number of slots, at most 2**24.
 capacity : int or None
-    Memory of the simulated device in bytes; None for no limit.
+    What the policy may reserve in bytes, as ``set_per_process_memory_fraction`` limits it; None for
+    no limit.
 lag_ms : float
     How long after it was queued work of a stream completes, in milliseconds, from 0 to 3.6e6.
+policy : str
+    One of `policies`.
+settings : dict of str to str
+    By the names of `policy_settings`; the others keep their defaults.
+device_bytes : int or None
+    What the device has for the policy; None for no limit.
+device_total_bytes : int or None
+    What the device says it has: torch reserves addresses for expandable segments by it. None for
+    that of an H200, or of the limits if they are higher.
+record_segments : bool
+    Keep what `segments` returns.
 
 Raises
 ------
@@ -105,7 +117,7 @@ TypeError
     An array has another type, is not one-dimensional or not C-contiguous (the message names it).
 ValueError
     The trace is inconsistent (the message names the event and the value, as `validate_trace`), or
-    ``capacity`` or ``lag_ms`` is out of range.
+    a limit, ``lag_ms``, the policy or a setting is out of range or unknown.
 
 Notes
 -----
@@ -150,7 +162,38 @@ dict
     * ``wait_seconds`` : time that requests waited for streams, which the clock went on
     * ``host_ns_per_event`` : measured time of our own code, the simulated device's included
     * ``failed_at`` : index of the event that ran out of memory, or None
-    * ``paths`` : dict, how often each way of serving a request was taken
+    * ``retries`` : requests that were served, if at all, only after cached memory went back to the
+      device; 0 under gpumemx
+    * ``paths`` : dict, how often each way of serving a request was taken; of torch's policies only
+      ``hits`` (free blocks that fit) and ``misses``
+)doc";
+
+inline constexpr char kSegmentsDoc[] = R"doc(
+What was taken from the device and given back so far: numpy.ndarray of int64, shape (n, 4).
+
+Rows of the event's index, the bytes (negative when given back), the address and the stream. Of
+expandable segments the pages that were mapped and unmapped. Empty without ``record_segments``.
+)doc";
+
+inline constexpr char kPoliciesDoc[] = R"doc(
+The policies that `Replay` knows.
+
+Returns
+-------
+list of str
+)doc";
+
+inline constexpr char kPolicySettingsDoc[] = R"doc(
+The names of a policy's settings.
+
+Parameters
+----------
+policy : str
+    One of `policies`.
+
+Returns
+-------
+list of str
 )doc";
 
 inline constexpr char kGatherSettingsDoc[] = R"doc(

@@ -21,7 +21,7 @@ SimOptions device_options(Bytes capacity) {
 }  // namespace
 
 GpumemxModel::GpumemxModel(const Options& options, const MemoryLimits& limits, double lag_ms)
-    : device_(device_options(limits.lowest())), allocator_(device_, options) {
+    : device_(device_options(limits.lowest())), allocator_(device_, options), background_(options.background) {
   device_.set_lag_us(std::llround(lag_ms * 1000));
 }
 
@@ -49,8 +49,10 @@ std::optional<BlockRef> GpumemxModel::allocate(Bytes size, std::int16_t on) {
 void GpumemxModel::free(BlockRef block) { allocator_.free(DeviceAddr{block}); }
 
 void GpumemxModel::background() {
-  const CallerRoleScope background(CallerRole::kBackground);
-  while (allocator_.maintain()) {
+  if (background_) {
+    const CallerRoleScope background(CallerRole::kBackground);
+    while (allocator_.maintain()) {
+    }
   }
   waited_us_ = device_.now_us() - time_us_;  // a request that waited moved the clock
 }

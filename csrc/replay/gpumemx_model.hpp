@@ -32,6 +32,7 @@ class GpumemxModel final : public PolicyModel {
 
   SimDriver device_;
   DeviceAllocator allocator_;
+  const bool background_;
   std::vector<std::optional<StreamInfo>> streams_;  // by the trace's index, made at first use
   std::int64_t time_us_ = 0;
   std::int64_t waited_us_ = 0;

@@ -11,13 +11,8 @@ namespace gpumemx {
 
 namespace {
 
-Options core_options(Options core) {
-  core.background = true;
-  return core;
-}
-
 TorchOptions torch_options(TorchOptions torch, bool expandable) {
-  torch.expandable_segments = expandable;
+  torch.expandable_segments |= expandable;
   return torch;
 }
 
@@ -37,9 +32,9 @@ constexpr PolicyEntry torch_policy(std::string_view name) {
 }
 
 constexpr std::array kPolicies{
-    PolicyEntry{"gpumemx", [](const PolicyOptions& o) { return core_options(o.core).validate(); },
+    PolicyEntry{"gpumemx", [](const PolicyOptions& o) { return o.core.validate(); },
            [](const PolicyOptions& o) -> std::unique_ptr<PolicyModel> {
-             return std::make_unique<GpumemxModel>(core_options(o.core), o.limits, o.lag_ms);
+             return std::make_unique<GpumemxModel>(o.core, o.limits, o.lag_ms);
            }},
     torch_policy<false>("native"),
     torch_policy<true>("expandable"),
@@ -52,6 +47,12 @@ const PolicyEntry* find(std::string_view name) {
 }
 
 }  // namespace
+
+Options PolicyOptions::core_defaults() {
+  Options core;
+  core.background = true;
+  return core;
+}
 
 std::vector<std::string_view> policy_names() {
   std::vector<std::string_view> names;

@@ -19,10 +19,13 @@ struct PolicyOptions {
   std::string policy = "gpumemx";
   MemoryLimits limits;
   double lag_ms = 20;  // of the device behind the host; torch's allocator asks for no events
-  Options core;        // of gpumemx; `background` is set by the replay
-  TorchOptions torch;  // of native and expandable; `expandable_segments` is set by the policy
+  Options core = core_defaults();  // of gpumemx
+  TorchOptions torch;              // of native and expandable, which has expandable segments anyway
 
   static constexpr double kMaxLagMs = 3.6e6;  // an hour
+
+  // What the core has beside a thread that does its background work.
+  static Options core_defaults();
 
   // The first setting out of its range, in words, or nothing.
   std::optional<std::string> validate() const;

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <optional>
 
 #include "base/units.hpp"
@@ -44,6 +45,15 @@ struct PolicyFigures {
   PathCounts paths;
 };
 
+// Memory taken from the device or given back: a segment, or pages of one. Addresses are the model's
+// own, in the order that a device would have given.
+struct SegmentEvent {
+  bool taken;
+  AddrRange range;
+  std::int16_t stream;
+};
+using SegmentObserver = std::function<void(const SegmentEvent&)>;
+
 class PolicyModel {
  public:
   virtual ~PolicyModel() = default;
@@ -56,6 +66,8 @@ class PolicyModel {
   virtual void free(BlockRef block) = 0;
   // After each event: what a thread beside the program would do.
   virtual void background() {}
+  // Before the first request. False when the model does not tell: memory has no place in it.
+  virtual bool observe_segments(SegmentObserver) { return false; }
 
   virtual PolicyFigures figures() const = 0;
 };

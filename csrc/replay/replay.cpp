@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include "base/check.hpp"
 
@@ -40,6 +41,12 @@ bool Replay::step(std::size_t event) {
   }
   model_->background();
   return true;
+}
+
+bool Replay::observe_segments(
+    std::function<void(std::uint64_t, const SegmentEvent&)> observer) {
+  return model_->observe_segments(
+      [this, observer = std::move(observer)](const SegmentEvent& e) { observer(next_, e); });
 }
 
 std::uint64_t Replay::run(std::uint64_t max_events) {

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -42,6 +43,10 @@ class Replay {
   Replay(const TraceView& trace, const ReplayOptions& options);
   Replay(const Replay&) = delete;
   Replay& operator=(const Replay&) = delete;
+
+  // Called with the index of the event that caused it. Before the first run(). False when the policy
+  // does not tell.
+  bool observe_segments(std::function<void(std::uint64_t, const SegmentEvent&)> observer);
 
   // Does up to `max_events` more events, fewer at the end of the trace and at one that runs out of
   // memory, which ends the replay. Returns the events done, of all calls.

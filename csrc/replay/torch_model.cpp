@@ -433,6 +433,11 @@ void TorchModel::unmap(Block* block) {
 
 // --- figures
 
+bool TorchModel::observe_segments(SegmentObserver observer) {
+  observer_ = std::move(observer);
+  return true;
+}
+
 void TorchModel::hold(AddrRange range, std::int16_t stream) {
   reserved_ += range.size;
   reserved_peak_ = std::max(reserved_peak_, reserved_);

@@ -11,7 +11,6 @@
 
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <optional>
 #include <set>
 #include <vector>
@@ -25,14 +24,6 @@ namespace gpumemx {
 
 class TorchModel final : public PolicyModel {
  public:
-  // A segment taken from the device or given back; of expandable segments, pages mapped or unmapped.
-  struct SegmentEvent {
-    bool taken;
-    AddrRange range;
-    std::int16_t stream;
-  };
-  using SegmentObserver = std::function<void(const SegmentEvent&)>;
-
   // REQUIRES: options.validate() finds nothing.
   TorchModel(const TorchOptions& options, const MemoryLimits& limits);
   ~TorchModel() override;
@@ -42,9 +33,8 @@ class TorchModel final : public PolicyModel {
   void advance_to(std::int64_t) override {}
   std::optional<BlockRef> allocate(Bytes size, std::int16_t stream) override;
   void free(BlockRef block) override;
+  bool observe_segments(SegmentObserver observer) override;
   PolicyFigures figures() const override;
-
-  void observe_segments(SegmentObserver observer) { observer_ = std::move(observer); }
 
  private:
   struct Block;

@@ -72,7 +72,13 @@ std::optional<Divisions> divisions(std::string_view text) {
   return result;
 }
 
+constexpr std::array<std::string_view, 6> kKeys{
+    "expandable_segments",       "garbage_collection_threshold", "large_segment_size_mb",
+    "max_non_split_rounding_mb", "max_split_size_mb",            "roundup_power2_divisions"};
+
 }  // namespace
+
+std::span<const std::string_view> TorchOptions::keys() { return kKeys; }
 
 std::optional<std::string> TorchOptions::set(std::string_view key, std::string_view value) {
   const auto mib = [&](Bytes& field, std::uint64_t least) -> std::optional<std::string> {

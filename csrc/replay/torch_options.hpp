@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -28,7 +29,8 @@ struct TorchOptions {
   double garbage_collection_threshold = 0;      // share of the capacity; 0: none
   std::array<std::uint64_t, kIntervals> roundup_power2_divisions{};  // 0, 1: round to 512 B
 
-  // Sets one. Returns what is wrong with it in one sentence, or nothing.
+  static std::span<const std::string_view> keys();
+  // Sets one; `value` as PYTORCH_ALLOC_CONF has it, in lower case and without spaces. Returns what is wrong with it in one sentence, or nothing.
   std::optional<std::string> set(std::string_view key, std::string_view value);
   // What is wrong with several together, or nothing.
   std::optional<std::string> validate() const;

@@ -19,7 +19,7 @@ from gpumemx.errors import GpumemxError, InstallError, SettingError, TraceError
 from gpumemx.monitor import GPUMonitor, monitor
 
 if TYPE_CHECKING:
-    from gpumemx._replay import ReplayResult, replay
+    from gpumemx._replay import CardVerdict, ReplayResult, replay
     from gpumemx.allocator import Setting, install_allocator, is_installed, settings
     from gpumemx.summary import MemoryInfo, Released, clear_cache, memory_info, memory_summary
     from gpumemx.trace import Trace, load_trace
@@ -38,6 +38,7 @@ __all__ = [  # noqa: RUF022  # in the order of the README
     "Released",
     "replay",
     "ReplayResult",
+    "CardVerdict",
     "load_trace",
     "Trace",
     "GpumemxError",
@@ -58,6 +59,7 @@ _MODULES = {
     "memory_summary": "gpumemx.summary",
     "clear_cache": "gpumemx.summary",
     "Released": "gpumemx.summary",
+    "CardVerdict": "gpumemx._replay",
     "ReplayResult": "gpumemx._replay",
     "replay": "gpumemx._replay",
     "Trace": "gpumemx.trace",

@@ -20,6 +20,7 @@ class _Report(TypedDict):
     wait_seconds: float
     host_ns_per_event: float
     failed_at: int | None
+    retries: int
     paths: dict[str, int]
 
 class _Setting(TypedDict):
@@ -48,6 +49,8 @@ def validate_trace(
     time_us: NDArray[np.int64],
     slots: int,
 ) -> str | None: ...
+def policies() -> list[str]: ...
+def policy_settings(policy: str) -> list[str]: ...
 @final
 class Replay:
     def __init__(
@@ -60,6 +63,11 @@ class Replay:
         *,
         capacity: int | None = None,
         lag_ms: float = 20.0,
+        policy: str = "gpumemx",
+        settings: dict[str, str] = {},
+        device_bytes: int | None = None,
+        device_total_bytes: int | None = None,
+        record_segments: bool = False,
     ) -> None: ...
     def run(self, max_events: int | None = None) -> int: ...
     def report(self) -> _Report: ...
@@ -71,3 +79,9 @@ class Replay:
     def events_done(self) -> int: ...
     @property
     def events_total(self) -> int: ...
+    @property
+    def live_bytes(self) -> int: ...
+    @property
+    def reserved_bytes(self) -> int: ...
+    @property
+    def segments(self) -> NDArray[np.int64]: ...

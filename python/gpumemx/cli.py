@@ -2,8 +2,8 @@
 """The command ``gpumemx``.
 
 Exit status of ``gpumemx run``: the program's (gpumemx/_run.py). Of ``gpumemx check``: 0 gpumemx can
-work here; 1 it can't. Of ``gpumemx replay``: 0 every trace was replayed to its end; 1 at least one
-ran out of memory; 2 a file could not be used or written, or an argument is wrong (2 goes before 1);
+work here; 1 it can't. Of ``gpumemx replay``: 0 every trace was replayed to its end, and fits on every
+card that was named; 1 at least one ran out of memory; 2 a file could not be used or written, or an argument is wrong (2 goes before 1);
 130 interrupted. A bad file is one line on stderr, and the other files are still replayed.
 """
 
@@ -26,6 +26,7 @@ from gpumemx.errors import TraceError
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from gpumemx._replay import Progress, ReplayResult
 
@@ -77,16 +78,42 @@ def _parser() -> argparse.ArgumentParser:
         "replay",
         help="what recorded training runs would have needed",
         description="Replay recorded training runs through gpumemx's allocator on a simulated "
-        "device, and say what they would have needed. Needs no GPU.",
-        epilog="Exit status: 0 all were replayed to their end, 1 one ran out of memory, 2 a file "
-        "could not be used or an argument is wrong.",
+        "device, or through a model of torch's own, and say what they would have needed. Needs no "
+        "GPU.",
+        epilog="Policies: gpumemx; native, torch's own allocator; expandable, the same with "
+        "expandable_segments:True. Exit status: 0 all were replayed to their end and fit on every "
+        "card, 1 one ran out of memory, 2 a file could not be used or an argument is wrong.",
     )
     replay.add_argument("files", nargs="+", metavar="FILE", help="trace (.npz)")
+    replay.add_argument(
+        "--policy",
+        type=_policies,
+        default=["gpumemx"],
+        metavar="NAME,...",
+        help="gpumemx, native or expandable, several with commas (default: gpumemx)",
+    )
+    replay.add_argument(
+        "--setting",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="KEY:VALUE",
+        help="a setting of the policies that have it, such as max_split_size_mb:128; repeatable",
+    )
+    replay.add_argument(
+        "--gpu",
+        type=_card,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help='say whether it fits on a card, such as "RTX 4090" or A100-80GB; repeatable, or with '
+        "commas",
+    )
     replay.add_argument(
         "--capacity",
         type=_capacity,
         metavar="SIZE",
-        help="memory of the simulated device, such as 24GiB (default: no limit)",
+        help="what may be reserved, such as 24GiB (default: no limit)",
     )
     replay.add_argument(
         "--fit",
@@ -137,28 +164,80 @@ def _lag(text: str) -> float:
     return lag
 
 
+def _policies(text: str) -> list[str]:
+    from gpumemx._replay import check_policy
+
+    names = list(dict.fromkeys(text.replace(" ", "").lower().split(",")))
+    for name in names:
+        try:
+            check_policy(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return names
+
+
+def _setting(text: str) -> tuple[str, str]:
+    key, colon, value = text.replace(" ", "").partition(":")
+    if not colon or not key or not value:
+        raise argparse.ArgumentTypeError(f"'{text}' is not KEY:VALUE")
+    return key.lower(), value
+
+
+def _card(text: str) -> list[str]:
+    from gpumemx._gpus import find_gpu
+
+    try:
+        return [find_gpu(name).name for name in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _shared_out(policies: "Sequence[str]", given: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Return the settings of each policy. A setting that none of them has is a ValueError."""
+    from gpumemx._replay import settings_for, unknown_setting
+
+    shares = {policy: settings_for(policy, given) for policy in policies}
+    for key in given:
+        if not any(key in share for share in shares.values()):
+            raise ValueError(unknown_setting(key, policies))
+    return shares
+
+
 def _complain(what: str, reason: str) -> None:
     print(" ".join(f"gpumemx replay: {what}: {reason}".split("\n")), file=sys.stderr, flush=True)
 
 
 def _replay_command(args: argparse.Namespace) -> int:
-    from gpumemx._replay import replay
+    from gpumemx._replay import check_settings, replay
     from gpumemx.trace import load_trace
 
+    try:
+        settings = _shared_out(args.policy, dict(args.setting))
+        for policy, own in settings.items():
+            check_settings(policy, own)
+    except ValueError as error:
+        _complain("--setting", str(error))
+        return 2
+    cards = list(dict.fromkeys(name for names in args.gpu for name in names))
     results: list[ReplayResult] = []
     bad = False
     for file in args.files:
         try:
             trace = load_trace(file)
-            with _progress_bar(Path(file).name, len(trace)) as progress:
-                result = replay(
-                    trace,
-                    capacity=args.capacity,
-                    lag_ms=args.lag,
-                    fit=args.fit,
-                    progress=progress,
-                )
-            results.append(result)
+            for policy, own in settings.items():
+                name = Path(file).name + (f" {policy}" if len(settings) > 1 else "")
+                with _progress_bar(name, len(trace)) as progress:
+                    result = replay(
+                        trace,
+                        policy=policy,
+                        settings=own,
+                        capacity=args.capacity,
+                        lag_ms=args.lag,
+                        fit=args.fit,
+                        gpu=cards,
+                        progress=progress,
+                    )
+                results.append(result)
         except TraceError as error:
             _complain(error.path, error.reason)
             bad = True
@@ -174,10 +253,11 @@ def _replay_command(args: argparse.Namespace) -> int:
                 _complain(args.json, error.strerror or str(error))
                 bad = True
     if results and args.json != "-":
-        _print_tables(results, fit=args.fit)
+        _print_tables(results, fit=args.fit or bool(cards))
     if bad:
         return 2
-    return 1 if any(r.failed_at is not None for r in results) else 0
+    short = any(r.failed_at is not None or not all(card.fits for card in r.gpus) for r in results)
+    return 1 if short else 0
 
 
 def _write(name: str, text: str) -> None:
@@ -227,22 +307,28 @@ def _print_tables(results: "Sequence[ReplayResult]", *, fit: bool) -> None:
     console = Console(width=width, highlight=False)
     names = _names(results)
     _print_memory(console, results, names, fit=fit)
-    console.print()
-    _print_driver(console, results, names)
+    if any(r.gpus for r in results):
+        console.print()
+        _print_cards(console, results, names)
+    # Plain segments are cudaMalloc's, whose time says little: --json has the counts.
+    mapped = [i for i, r in enumerate(results) if "map" in r.driver_calls]
+    if mapped:
+        console.print()
+        _print_driver(console, [results[i] for i in mapped], [names[i] for i in mapped])
 
 
 def _names(results: "Sequence[ReplayResult]") -> list[str]:
     """Return the names without their folders, where that leaves them apart."""
-    short = [Path(r.file).name for r in results]
-    count = Counter(short)
-    return [s if count[s] == 1 else r.file for s, r in zip(short, results, strict=True)]
+    files = {r.file: Path(r.file).name for r in results}
+    count = Counter(files.values())
+    return [name if count[name := files[r.file]] == 1 else r.file for r in results]
 
 
 def _gib(size: int | None) -> str:
     return "-" if size is None else f"{size / _GIB:.3f}"
 
 
-def _table(console: "Console", title: str) -> "Table":
+def _table(console: "Console", title: str, results: "Sequence[ReplayResult]") -> "Table":
     from rich import box
     from rich.table import Table
 
@@ -250,15 +336,27 @@ def _table(console: "Console", title: str) -> "Table":
     table.show_edge = False
     table.padding = (0, 1 if console.width >= _WIDTH else 0, 0, 0)  # closer on 80 columns
     table.add_column("file", overflow="fold")
+    if _names_policies(results):
+        table.add_column("policy", no_wrap=True)
     return table
+
+
+def _names_policies(results: "Sequence[ReplayResult]") -> bool:
+    return any(r.policy != "gpumemx" for r in results)
+
+
+def _first_cells(
+    result: "ReplayResult", name: str, results: "Sequence[ReplayResult]"
+) -> "list[Text]":
+    from rich.text import Text
+
+    return [Text(name), *([Text(result.policy)] if _names_policies(results) else [])]
 
 
 def _print_memory(
     console: "Console", results: "Sequence[ReplayResult]", names: list[str], *, fit: bool
 ) -> None:
-    from rich.text import Text
-
-    table = _table(console, "Memory in GiB")
+    table = _table(console, "Memory in GiB", results)
     headers = ["events", "peak live", "peak reserved", "ratio", *(["fits in"] if fit else [])]
     for header in (*headers, "failed at"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -272,15 +370,31 @@ def _print_memory(
         if fit:
             cells.append(_gib(result.fits_in_bytes))
         cells.append("-" if result.failed_at is None else f"event {result.failed_at:,}")
-        table.add_row(Text(name), *cells)
+        table.add_row(*_first_cells(result, name, results), *cells)
+    console.print(table)
+
+
+def _print_cards(console: "Console", results: "Sequence[ReplayResult]", names: list[str]) -> None:
+    table = _table(console, "Cards, with an estimate of what each leaves to a program, in GiB", results)
+    table.add_column("card", no_wrap=True)
+    for header in ("memory", "usable"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    for result, name in zip(results, names, strict=True):
+        for card in result.gpus:
+            table.add_row(
+                *_first_cells(result, name, results),
+                card.name,
+                f"{card.total_bytes / _GIB:.2f}",
+                f"{card.usable_bytes / _GIB:.2f}",
+                str(card),
+            )
     console.print(table)
 
 
 def _print_driver(console: "Console", results: "Sequence[ReplayResult]", names: list[str]) -> None:
-    from rich.text import Text
-
     title = "Driver calls, their modelled time in ms, and our own time in ns an event"
-    table = _table(console, title)
+    table = _table(console, title, results)
     kinds = {
         "create": "create",
         "map": "map",
@@ -297,7 +411,7 @@ def _print_driver(console: "Console", results: "Sequence[ReplayResult]", names: 
             result.driver_seconds_growth,
         )
         table.add_row(
-            Text(name),
+            *_first_cells(result, name, results),
             *(f"{result.driver_calls[kind]:,}" for kind in kinds),
             *(f"{1e3 * s:,.1f}" for s in seconds),
             f"{result.host_ns_per_event:,.0f}",
