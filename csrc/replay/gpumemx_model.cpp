@@ -21,7 +21,9 @@ SimOptions device_options(Bytes capacity) {
 }  // namespace
 
 GpumemxModel::GpumemxModel(const Options& options, const MemoryLimits& limits, double lag_ms)
-    : device_(device_options(limits.lowest())), allocator_(device_, options), background_(options.background) {
+    : device_(device_options(limits.lowest())),
+      allocator_(device_, options),
+      background_(options.background) {
   device_.set_lag_us(std::llround(lag_ms * 1000));
 }
 

@@ -33,9 +33,9 @@ constexpr PolicyEntry torch_policy(std::string_view name) {
 
 constexpr std::array kPolicies{
     PolicyEntry{"gpumemx", [](const PolicyOptions& o) { return o.core.validate(); },
-           [](const PolicyOptions& o) -> std::unique_ptr<PolicyModel> {
-             return std::make_unique<GpumemxModel>(o.core, o.limits, o.lag_ms);
-           }},
+                [](const PolicyOptions& o) -> std::unique_ptr<PolicyModel> {
+                  return std::make_unique<GpumemxModel>(o.core, o.limits, o.lag_ms);
+                }},
     torch_policy<false>("native"),
     torch_policy<true>("expandable"),
 };

@@ -37,11 +37,12 @@ struct MemoryLimits {
 };
 
 struct PolicyFigures {
-  Bytes reserved;             // device memory held now ...
-  Bytes reserved_peak;        // ... and the most so far
-  DriverFigures driver;       // modelled
-  double wait_seconds = 0;    // that requests waited for streams
-  std::uint64_t retries = 0;  // requests that were served after cached memory went back to the device
+  Bytes reserved;           // device memory held now ...
+  Bytes reserved_peak;      // ... and the most so far
+  DriverFigures driver;     // modelled
+  double wait_seconds = 0;  // that requests waited for streams
+  std::uint64_t retries =
+      0;  // requests that were served after cached memory went back to the device
   PathCounts paths;
 };
 

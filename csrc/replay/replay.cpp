@@ -10,9 +10,7 @@
 namespace gpumemx {
 
 Replay::Replay(const TraceView& trace, const ReplayOptions& options)
-    : trace_(trace),
-      model_(make_policy(options)),
-      slots_(static_cast<std::size_t>(trace.slots)) {
+    : trace_(trace), model_(make_policy(options)), slots_(static_cast<std::size_t>(trace.slots)) {
   if (trace.events() > 0) start_us_ = trace.time_us.front();
 }
 
@@ -43,8 +41,7 @@ bool Replay::step(std::size_t event) {
   return true;
 }
 
-bool Replay::observe_segments(
-    std::function<void(std::uint64_t, const SegmentEvent&)> observer) {
+bool Replay::observe_segments(std::function<void(std::uint64_t, const SegmentEvent&)> observer) {
   return model_->observe_segments(
       [this, observer = std::move(observer)](const SegmentEvent& e) { observer(next_, e); });
 }

@@ -12,8 +12,8 @@ namespace gpumemx {
 
 namespace {
 
-constexpr Bytes kGranule = 512_B;        // every split leaves at least this
-constexpr Bytes kSmallLimit = 1_MiB;     // up to here: the pool of small blocks
+constexpr Bytes kGranule = 512_B;     // every split leaves at least this
+constexpr Bytes kSmallLimit = 1_MiB;  // up to here: the pool of small blocks
 constexpr Bytes kSmallSegment = 2_MiB;
 constexpr Bytes kLargeSegmentBelow = 10_MiB;  // such requests share segments; others have their own
 constexpr Bytes kOwnSegmentStep = 2_MiB;
@@ -379,7 +379,8 @@ bool TorchModel::map(Block* block, Bytes size) {
   if (reserved_ + pages > limits_.device) return false;
   block->pool->unmapped.erase(block);
   if (pages < block->size) {
-    Block* rest = new_block(block->address + pages, block->size - pages, block->stream, *block->pool);
+    Block* rest =
+        new_block(block->address + pages, block->size - pages, block->stream, *block->pool);
     rest->page = block->page;
     rest->mapped = false;
     rest->before = block;

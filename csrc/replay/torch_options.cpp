@@ -65,7 +65,8 @@ std::optional<Divisions> divisions(std::string_view text) {
     if (!mib || !std::has_single_bit(*mib)) return std::nullopt;
     const std::size_t index =
         std::min(static_cast<std::size_t>(std::countr_zero(*mib)), result.size() - 1);
-    if (!last) std::fill(result.begin(), result.begin() + static_cast<std::ptrdiff_t>(index), *value);
+    if (!last)
+      std::fill(result.begin(), result.begin() + static_cast<std::ptrdiff_t>(index), *value);
     result[index] = *value;
     last = index;
   }
@@ -73,8 +74,9 @@ std::optional<Divisions> divisions(std::string_view text) {
 }
 
 constexpr std::array<std::string_view, 6> kKeys{
-    "expandable_segments",       "garbage_collection_threshold", "large_segment_size_mb",
-    "max_non_split_rounding_mb", "max_split_size_mb",            "roundup_power2_divisions"};
+    "expandable_segments",   "garbage_collection_threshold",
+    "large_segment_size_mb", "max_non_split_rounding_mb",
+    "max_split_size_mb",     "roundup_power2_divisions"};
 
 }  // namespace
 
@@ -84,8 +86,9 @@ std::optional<std::string> TorchOptions::set(std::string_view key, std::string_v
   const auto mib = [&](Bytes& field, std::uint64_t least) -> std::optional<std::string> {
     const auto size = number<std::uint64_t>(value);
     if (!size || *size < least || *size >= kMostMiB) {
-      return refused(key, value,
-                     "a whole number of MiB, " + std::to_string(least) + " or more, without a unit");
+      return refused(
+          key, value,
+          "a whole number of MiB, " + std::to_string(least) + " or more, without a unit");
     }
     field = 1_MiB * *size;
     return std::nullopt;
@@ -109,8 +112,9 @@ std::optional<std::string> TorchOptions::set(std::string_view key, std::string_v
   if (key == "roundup_power2_divisions") {
     const auto parsed = divisions(value);
     if (!parsed) {
-      return refused(key, value, "a power of two, or a list of MiB and powers of two such as "
-                                 "[256:1,512:2,>:4]");
+      return refused(key, value,
+                     "a power of two, or a list of MiB and powers of two such as "
+                     "[256:1,512:2,>:4]");
     }
     roundup_power2_divisions = *parsed;
     return std::nullopt;
@@ -119,12 +123,16 @@ std::optional<std::string> TorchOptions::set(std::string_view key, std::string_v
 }
 
 std::optional<std::string> TorchOptions::validate() const {
-  for (const auto& [name, size] : {std::pair("max_split_size_mb", max_split_size),
-                                   std::pair("max_non_split_rounding_mb", max_non_split_rounding)}) {
-    if (size < large_segment_size) {
-      return std::string(name) + " must not be below large_segment_size_mb, which is " +
-             std::to_string(large_segment_size.n >> 20);
-    }
+  // torch compares what is given, not the default of the second.
+  const bool rounding_given = max_non_split_rounding != TorchOptions{}.max_non_split_rounding;
+  const char* below = nullptr;
+  if (max_split_size < large_segment_size) below = "max_split_size_mb";
+  if (rounding_given && max_non_split_rounding < large_segment_size) {
+    below = "max_non_split_rounding_mb";
+  }
+  if (below != nullptr) {
+    return std::string(below) + " must not be below large_segment_size_mb, which is " +
+           std::to_string(large_segment_size.n >> 20);
   }
   if (expandable_segments && large_segment_size.n % (2_MiB).n != 0) {
     return "large_segment_size_mb must be even with expandable segments: it is their page, and a "

@@ -23,10 +23,10 @@ struct TorchOptions {
   static constexpr Bytes kNoLimit{~0ull};
 
   bool expandable_segments = false;
-  Bytes max_split_size = kNoLimit;              // blocks from here on are neither cut nor shared
-  Bytes max_non_split_rounding = 20_MiB;        // by how much such a block may be too large
-  Bytes large_segment_size = 20_MiB;            // of segments for 1 to 10 MiB
-  double garbage_collection_threshold = 0;      // share of the capacity; 0: none
+  Bytes max_split_size = kNoLimit;          // blocks from here on are neither cut nor shared
+  Bytes max_non_split_rounding = 20_MiB;    // by how much such a block may be too large
+  Bytes large_segment_size = 20_MiB;        // of segments for 1 to 10 MiB
+  double garbage_collection_threshold = 0;  // share of the capacity; 0: none
   std::array<std::uint64_t, kIntervals> roundup_power2_divisions{};  // 0, 1: round to 512 B
 
   static std::span<const std::string_view> keys();

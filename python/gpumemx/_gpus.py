@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Cards by name, and what they leave to a program.
 
-``total`` is what torch reports for the card (``torch.cuda.get_device_properties(0).total_memory``,
-and "total capacity" in its out-of-memory messages), with ECC on where it is by default. Drivers
-differ by up to 0.2 GiB; the figures are of recent ones. What a program can reserve is less by CUDA's
-context and the kernels that torch, cuBLAS and cuDNN load: half a GiB is taken off, for a card that
-nothing else uses. Both are estimates. A screen on the card, or NCCL, takes more.
+``total`` is what torch reports for the card (``get_device_properties(0).total_memory``, "total
+capacity" in its out-of-memory messages), with ECC on where it is by default. Drivers differ by up
+to 0.2 GiB; the figures are of recent ones. What a program can reserve is less by CUDA's context and
+the kernels that torch, cuBLAS and cuDNN load: half a GiB is taken off, for a card that nothing else
+uses. Both are estimates. A screen on the card, or NCCL, takes more.
 """
 
 import difflib

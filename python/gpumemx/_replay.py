@@ -245,11 +245,14 @@ def check_settings(policy: str, settings: dict[str, str]) -> None:
 
 def unknown_setting(key: str, policies: Sequence[str]) -> str:
     """Say that none of the policies has the setting, and which name is nearest."""
-    known = sorted({name for policy in policies for name in _core.policy_settings(policy)})
-    for other in _core.policies():
-        if other not in policies and key in _core.policy_settings(other):
-            return f"'{key}' is a setting of the policy {other}, not of {', '.join(policies)}"
-    return f"there is no setting '{key}'; the nearest name is '{_nearest(key, known)}'"
+    owners = {name: p for p in reversed(_core.policies()) for name in _core.policy_settings(p)}
+    owners |= {name: p for p in policies for name in _core.policy_settings(p)}
+    chosen = ", ".join(policies)
+    if key in owners:
+        return f"'{key}' is a setting of the policy {owners[key]}, not of {chosen}"
+    near = _nearest(key, list(owners))
+    of = "" if owners[near] in policies else f", of the policy {owners[near]}"
+    return f"there is no setting '{key}'; the nearest name is '{near}'{of}"
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
@@ -290,9 +293,7 @@ class _Engine:
         return {**engine.report()}
 
 
-def _verdict(
-    engine: _Engine, card: Gpu, capacity: int | None, fits_in: int | None
-) -> CardVerdict:
+def _verdict(engine: _Engine, card: Gpu, capacity: int | None, fits_in: int | None) -> CardVerdict:
     failed_at = engine.run(f"on {card.name}", capacity=capacity, card=card)["failed_at"]
     return CardVerdict(
         name=card.name,

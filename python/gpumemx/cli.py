@@ -2,9 +2,10 @@
 """The command ``gpumemx``.
 
 Exit status of ``gpumemx run``: the program's (gpumemx/_run.py). Of ``gpumemx check``: 0 gpumemx can
-work here; 1 it can't. Of ``gpumemx replay``: 0 every trace was replayed to its end, and fits on every
-card that was named; 1 at least one ran out of memory; 2 a file could not be used or written, or an argument is wrong (2 goes before 1);
-130 interrupted. A bad file is one line on stderr, and the other files are still replayed.
+work here; 1 it can't. Of ``gpumemx replay``: 0 every trace was replayed to its end, and fits on
+every card that was named; 1 at least one ran out of memory; 2 a file could not be used or written,
+or an argument is wrong (2 goes before 1); 130 interrupted. A bad file is one line on stderr, and
+the other files are still replayed.
 """
 
 import argparse
@@ -375,7 +376,9 @@ def _print_memory(
 
 
 def _print_cards(console: "Console", results: "Sequence[ReplayResult]", names: list[str]) -> None:
-    table = _table(console, "Cards, with an estimate of what each leaves to a program, in GiB", results)
+    table = _table(
+        console, "Cards, with an estimate of what each leaves to a program, in GiB", results
+    )
     table.add_column("card", no_wrap=True)
     for header in ("memory", "usable"):
         table.add_column(header, justify="right", no_wrap=True)
