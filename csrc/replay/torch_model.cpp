@@ -364,7 +364,8 @@ TorchModel::Block* TorchModel::room_to_grow(const Request& request) {
   // 9/8 of the device: what is unmapped in the middle can be mapped at the end.
   const std::uint64_t total = limits_.device_total.n;
   const Bytes size = round_up(std::max(Bytes{total + total / 8}, request.size), page);
-  next_segment_ += 2 * size.n;
+  // Pages count from the segment's begin, so that is a multiple of them: unmap() goes by addresses.
+  next_segment_ = round_up({next_segment_ + 2 * size.n}, page).n;
   Block* block = new_block({next_segment_}, size, request.stream, pool);
   block->page = page;
   block->mapped = false;

@@ -6,7 +6,9 @@
 
 #include <gtest/gtest.h>
 
+#include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace gpumemx {
@@ -226,62 +228,45 @@ TEST(TorchModel, StartsAnotherSegmentWhereTheAddressesOfOneAreUsedUp) {
   EXPECT_EQ(torch.log(), "+40");
 }
 
-TEST(DeviceAddresses, CountDownInChunksAndFillWhatTheyLeaveOver) {
-  DeviceAddresses addresses;
-  const DeviceAddr a = addresses.allocate(20_MiB);
-  const DeviceAddr b = addresses.allocate(34_MiB);
-  EXPECT_EQ(a - b, 64_MiB);
-  EXPECT_EQ(addresses.allocate(20_MiB) - b, 34_MiB);  // the lowest rest that fits
-  EXPECT_EQ(addresses.allocate(12_MiB) - a, 20_MiB);
-  EXPECT_EQ(b - addresses.allocate(12_MiB), 32_MiB);  // 10 are left over: a new chunk
-}
-
-TEST(DeviceAddresses, ComeBackHighestFirst) {
-  DeviceAddresses addresses;
-  const DeviceAddr a = addresses.allocate(64_MiB), b = addresses.allocate(32_MiB);
-  addresses.allocate(32_MiB);
-  addresses.free({a, 64_MiB});
-  EXPECT_EQ(addresses.allocate(30_MiB) - a, 32_MiB);
-  addresses.free({b, 32_MiB});
-  EXPECT_EQ(addresses.allocate(64_MiB), b);  // with the half of the first that is free
-}
-
-TEST(TorchOptions, RoundSizesAsTheirDivisionsSay) {
-  EXPECT_EQ(TorchOptions{}.rounded(1_B), 512_B);
-  EXPECT_EQ(TorchOptions{}.rounded(513_B), 1024_B);
-  const TorchOptions all = with("roundup_power2_divisions", "4");
-  EXPECT_EQ(all.rounded(1200_MiB), 1280_MiB);
-  EXPECT_EQ(all.rounded(1024_MiB), 1024_MiB);
-  EXPECT_EQ(all.rounded(2000_B), 2048_B);  // up to 512 B a division: as without
-  const TorchOptions some = with("roundup_power2_divisions", "[256:1,512:2,1024:4,>:8]");
-  EXPECT_EQ(some.rounded(300_MiB), 300_MiB);
-  EXPECT_EQ(some.rounded(600_MiB), 768_MiB);
-  EXPECT_EQ(some.rounded(1100_MiB), 1280_MiB);
-  EXPECT_EQ(some.rounded(2100_MiB), 2304_MiB);
-  EXPECT_EQ(some.rounded(3_MiB + 1_B), 3_MiB + 512_B);
-}
-
-TEST(TorchOptions, RefuseWhatTorchRefuses) {
-  TorchOptions options;
-  for (const auto& [key, value] : std::vector<std::pair<const char*, const char*>>{
-           {"max_split_size_mb", "64MiB"},
-           {"max_split_size_mb", ""},
-           {"max_split_size_mb", "-1"},
-           {"large_segment_size_mb", "10"},
-           {"garbage_collection_threshold", "0"},
-           {"garbage_collection_threshold", "nan"},
-           {"expandable_segments", "1"},
-           {"roundup_power2_divisions", "3"},
-           {"roundup_power2_divisions", "[256:1,,>:2]"},
-           {"roundup_power2_divisions", "[100:1]"},
-           {"roundup_power2_divisions", "[256:3]"},
-           {"roundup_power2_divisions", "[256:1"},
-           {"backend", "native"}}) {
-    EXPECT_TRUE(options.set(key, value).has_value()) << key << ":" << value;
+// Random requests of three streams under a cap: what is held is the sum of the segments and never above
+// the cap by more than torch's own rounding, and with nothing in use all of it goes back.
+void run_at_random(const TorchOptions& options, Bytes over, std::uint32_t seed) {
+  constexpr Bytes kCap = 400_MiB;
+  TorchModel model(options, cap(kCap));
+  std::int64_t held = 0;
+  model.observe_segments([&](const SegmentEvent& e) {
+    const auto size = static_cast<std::int64_t>(e.range.size.n);
+    held += e.taken ? size : -size;
+  });
+  std::mt19937 random(seed);
+  std::vector<BlockRef> live;
+  for (int i = 0; i < 4000; ++i) {
+    if (!live.empty() && random() % 2 == 0) {
+      std::swap(live[random() % live.size()], live.back());
+      model.free(live.back());
+      live.pop_back();
+    } else {
+      const Bytes size{1 + random() % (std::uint64_t{1} << (random() % 27))};
+      if (const auto block = model.allocate(size, static_cast<std::int16_t>(random() % 3))) {
+        live.push_back(*block);
+      }
+    }
+    ASSERT_EQ(static_cast<std::int64_t>(model.figures().reserved.n), held);
+    ASSERT_LT(model.figures().reserved, kCap + over);
   }
-  EXPECT_EQ(with("max_split_size_mb", "19").validate(),
-            "max_split_size_mb must not be below large_segment_size_mb, which is 20");
-  EXPECT_EQ(with("large_segment_size_mb", "33").validate(), std::nullopt);
+  for (const BlockRef block : live) model.free(block);
+  EXPECT_FALSE(model.allocate(kCap + 1_B, 0).has_value());
+  EXPECT_EQ(held, 0);
+}
+
+TEST(TorchModel, AddsUpAndGivesAllBackWhateverIsAskedOfIt) {
+  for (std::uint32_t seed = 1; seed <= 20; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    run_at_random({}, 1_B, seed);
+    run_at_random(with("max_split_size_mb", "20"), 1_B, seed);
+    run_at_random(with("garbage_collection_threshold", "0.8"), 1_B, seed);
+    run_at_random(expandable(), 20_MiB, seed);
+  }
 }
 
 }  // namespace
