@@ -102,6 +102,10 @@ std::uint64_t Replay::run(std::uint64_t max_events) {
   return next_;
 }
 
+Bytes Replay::reserved() const {
+  return {static_cast<std::uint64_t>(allocator_.stats().reserved_bytes.all().current)};
+}
+
 ReplayReport Replay::report() const {
   const Stats stats = allocator_.stats();
   ReplayReport report;

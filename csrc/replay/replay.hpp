@@ -65,6 +65,7 @@ class Replay {
   std::uint64_t events_total() const { return trace_.events(); }
 
   ReplayReport report() const;
+  Bytes reserved() const;  // device memory held after the last event done
 
  private:
   struct Slot {

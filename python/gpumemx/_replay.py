@@ -4,11 +4,15 @@
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gpumemx import _core
 from gpumemx.errors import TraceError
+from gpumemx.page import MAX_POINTS, Series
 from gpumemx.trace import Trace, load_trace
 
 Progress = Callable[[str, int, int], object]
@@ -56,6 +60,8 @@ class ReplayResult:
     """Time that requests waited for streams to complete. Not in `to_dict`."""
     paths: dict[str, int] = field(default_factory=dict)
     """How often each way of serving a request was taken. Not in `to_dict`."""
+    series: Series | None = None
+    """Live and reserved bytes over time; None unless asked for. Not in `to_dict`."""
 
     @property
     def ratio(self) -> float:
@@ -64,8 +70,8 @@ class ReplayResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``gpumemx replay --json`` writes for a file."""
-        figures = asdict(self)
-        del figures["wait_seconds"], figures["paths"]
+        figures = asdict(replace(self, series=None))
+        del figures["wait_seconds"], figures["paths"], figures["series"]
         return figures
 
     def __str__(self) -> str:
@@ -86,6 +92,7 @@ def replay(
     capacity: int | str | None = None,
     lag_ms: float = 20.0,
     fit: bool = False,
+    series: bool = False,
     progress: Progress | None = None,
 ) -> ReplayResult:
     """Say what a recorded run would have needed under gpumemx's allocator.
@@ -103,9 +110,11 @@ def replay(
     fit
         Also search the smallest capacity that the whole trace passes in, to 0.1 % of its live peak
         or 2 MiB, whichever is more. Replays it about ten times.
+    series
+        Also keep live and reserved bytes over time, for a picture.
     progress
-        Called as ``progress(what, done, total)`` every 65,536 events; ``what`` is ``"replay"`` or,
-        for the search, ``"fit <capacity>"``.
+        Called as ``progress(what, done, total)`` every 65,536 events or more often; ``what`` is
+        ``"replay"`` or, for the search, ``"fit <capacity>"``.
 
     Returns
     -------
@@ -138,19 +147,40 @@ def replay(
     elif mistake := trace.mistake():
         raise TraceError(trace.path, mistake)
 
-    report = _run(trace, capacity, lag_ms, progress, "replay")
+    reserved = np.zeros(len(trace), np.int64) if series else None
+    report = _run(trace, capacity, lag_ms, progress, "replay", reserved)
     fits_in = None
     if fit:
         unlimited = report
         if capacity is not None:
             unlimited = _run(trace, None, lag_ms, progress, "fit without a limit")
         fits_in = _smallest_capacity(trace, unlimited, lag_ms, progress)
-    return ReplayResult(file=trace.path, policy="gpumemx", fits_in_bytes=fits_in, **report)
+    result = ReplayResult(file=trace.path, policy="gpumemx", fits_in_bytes=fits_in, **report)
+    if reserved is None:
+        return result
+    done = result.events
+    lines = Series(
+        label=result.policy,
+        time_us=trace.time_us[:done],
+        live=_live(trace)[:done],
+        reserved=reserved[:done],
+    )
+    return replace(result, series=lines)
 
 
 def _run(
-    trace: Trace, capacity: int | None, lag_ms: float, progress: Progress | None, what: str
+    trace: Trace,
+    capacity: int | None,
+    lag_ms: float,
+    progress: Progress | None,
+    what: str,
+    reserved: NDArray[np.int64] | None = None,
 ) -> dict[str, Any]:
+    """Replay to the end. Fills in ``reserved``, what was held after each event.
+
+    It is looked at once for each point that can be drawn. The events between two looks have the
+    most that was seen at either, or the new peak if one fell between them.
+    """
     engine = _core.Replay(
         trace.op,
         trace.size,
@@ -160,11 +190,30 @@ def _run(
         capacity=capacity,
         lag_ms=lag_ms,
     )
+    chunk = _CHUNK if reserved is None else -(-len(trace) // MAX_POINTS)
+    before = peak = 0
     while not engine.finished:
-        engine.run(_CHUNK)
+        start = engine.events_done
+        end = engine.run(chunk)
+        if reserved is not None:
+            now, new_peak = engine.reserved_bytes, engine.report()["reserved_peak_bytes"]
+            reserved[start:end] = max(before, now, new_peak if new_peak > peak else 0)
+            before, peak = now, new_peak
         if progress is not None:
             progress(what, engine.events_done, engine.events_total)
     return {**engine.report()}
+
+
+def _live(trace: Trace) -> NDArray[np.int64]:
+    """Return the sum of the sizes asked for after each event."""
+    allocates = trace.op >= 0
+    slot = np.where(allocates, trace.op, ~trace.op)
+    # The events of a slot, one slot after the other: what is freed is what came right before.
+    order = np.argsort(slot, kind="stable")
+    size = np.where(allocates, trace.size, 0)[order]
+    change = np.empty(len(trace), np.int64)
+    change[order] = np.where(allocates[order], size, -np.roll(size, 1))
+    return np.cumsum(change)
 
 
 def _smallest_capacity(

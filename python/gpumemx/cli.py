@@ -3,31 +3,32 @@
 
 Exit status of ``gpumemx run``: the program's (gpumemx/_run.py). Of ``gpumemx check``: 0 gpumemx can
 work here; 1 it can't. Of ``gpumemx replay``: 0 every trace was replayed to its end; 1 at least one
-ran out of memory; 2 a file could not be used or written, or an argument is wrong (2 goes before 1);
-130 interrupted. A bad file is one line on stderr, and the other files are still replayed.
+ran out of memory; 2 a file could not be used or written, or an argument is wrong (2 goes before 1).
+Of ``gpumemx analyze``: 0, or 2 in the same sense. 130 interrupted. A bad file is one line on
+stderr, and the other files are still replayed.
 """
 
 import argparse
 import json
 import math
 import os
-import stat
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpumemx._console import complain, progress_bar, written
+from gpumemx._files import write_whole
 from gpumemx._version import __version__
-from gpumemx.errors import TraceError
+from gpumemx.errors import MissingPackageError, TraceError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from gpumemx._replay import Progress, ReplayResult
+    from gpumemx._replay import ReplayResult
 
 _GIB = 1 << 30
 _WIDTH = 100
@@ -105,7 +106,46 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="also write the figures there; '-' writes them to stdout instead of the tables",
     )
+    replay.add_argument(
+        "--html",
+        metavar="FILE",
+        help="also write a page there with live and reserved memory over time (needs plotly)",
+    )
     replay.set_defaults(run=_replay_command)
+
+    analyze = commands.add_parser(
+        "analyze",
+        help="what a memory snapshot of PyTorch says",
+        description="Read a file of torch.cuda.memory._dump_snapshot() and say when memory was at "
+        "its peak, what was alive then, how fragmented it was and what failed. Needs no GPU and no "
+        "torch; nothing in the file is executed.",
+        epilog="Exit status: 0 analyzed, 2 the file could not be used, another could not be "
+        "written, or an argument is wrong.",
+    )
+    analyze.add_argument("file", metavar="FILE", help="memory snapshot (.pickle)")
+    analyze.add_argument(
+        "--device", type=_count, metavar="N", help="only this device (default: all in the file)"
+    )
+    analyze.add_argument(
+        "--top",
+        type=_count,
+        default=10,
+        metavar="N",
+        help="rows of a table; the others are added up (default: 10)",
+    )
+    analyze.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write all figures to stdout instead of the tables; with FILE, there too",
+    )
+    analyze.add_argument(
+        "--html",
+        metavar="FILE",
+        help="also write a page there with memory over time and who was alive (needs plotly)",
+    )
+    analyze.set_defaults(run=_analyze_command)
     return parser
 
 
@@ -137,42 +177,61 @@ def _lag(text: str) -> float:
     return lag
 
 
-def _complain(what: str, reason: str) -> None:
-    print(" ".join(f"gpumemx replay: {what}: {reason}".split("\n")), file=sys.stderr, flush=True)
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number, 0 or more")
+    return int(text)
+
+
+def _analyze_command(args: argparse.Namespace) -> int:
+    from gpumemx._analyze_command import analyze_command
+
+    return analyze_command(
+        args.file, device=args.device, top=args.top, json_file=args.json, html_file=args.html
+    )
 
 
 def _replay_command(args: argparse.Namespace) -> int:
     from gpumemx._replay import replay
     from gpumemx.trace import load_trace
 
+    if args.html is not None:
+        from gpumemx.page import require_plotly
+
+        try:
+            require_plotly()
+        except MissingPackageError as error:
+            complain("replay", "--html", str(error))
+            return 2
+
     results: list[ReplayResult] = []
     bad = False
     for file in args.files:
         try:
             trace = load_trace(file)
-            with _progress_bar(Path(file).name, len(trace)) as progress:
+            worth = len(trace) >= _LONG_TRACE
+            with progress_bar(Path(file).name, len(trace), worth=worth) as progress:
                 result = replay(
                     trace,
                     capacity=args.capacity,
                     lag_ms=args.lag,
                     fit=args.fit,
+                    series=args.html is not None,
                     progress=progress,
                 )
             results.append(result)
         except TraceError as error:
-            _complain(error.path, error.reason)
+            complain("replay", error.path, error.reason)
             bad = True
 
     if args.json is not None:
         text = json.dumps({"results": [r.to_dict() for r in results]}, indent=2) + "\n"
         if args.json == "-":
             sys.stdout.write(text)
-        else:
-            try:
-                _write(args.json, text)
-            except OSError as error:
-                _complain(args.json, error.strerror or str(error))
-                bad = True
+        elif not written("replay", args.json, lambda: write_whole(args.json, text)):
+            bad = True
+    if args.html is not None and results:
+        bad |= not written("replay", args.html, lambda: _write_page(args.html, results))
     if results and args.json != "-":
         _print_tables(results, fit=args.fit)
     if bad:
@@ -180,43 +239,17 @@ def _replay_command(args: argparse.Namespace) -> int:
     return 1 if any(r.failed_at is not None for r in results) else 0
 
 
-def _write(name: str, text: str) -> None:
-    """Write a file whole or not at all; through a link, and into a device or pipe, as it stands."""
-    path = Path(os.path.realpath(name))
-    with suppress(FileNotFoundError):
-        if not stat.S_ISREG(path.stat().st_mode):
-            path.write_text(text)
-            return
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            mask = os.umask(0)
-            os.umask(mask)
-            os.fchmod(file.fileno(), 0o666 & ~mask)  # mkstemp's own is 0600
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def _write_page(file: str, results: "Sequence[ReplayResult]") -> None:
+    from gpumemx.page import write_page
 
-
-@contextmanager
-def _progress_bar(name: str, events: int) -> Iterator["Progress | None"]:
-    """Show a bar on stderr, where somebody sees it and the file is long; else yield None."""
-    if events < _LONG_TRACE or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=events)
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=f"{name}: {what}", completed=done, total=total)
-
-        yield show
+    names = _names(results)
+    series = [
+        replace(result.series, chart=name)
+        for result, name in zip(results, names, strict=True)
+        if result.series is not None
+    ]
+    title = "gpumemx replay: " + ", ".join(dict.fromkeys(names))
+    write_page(file, title, series, {}, [str(result) for result in results])
 
 
 def _print_tables(results: "Sequence[ReplayResult]", *, fit: bool) -> None:
