@@ -191,9 +191,10 @@ def _time_figure(name: str, series: Sequence[Series]) -> Any:
         )
 
     several = len(series) > 1
+    # Not their lines: which events these keep depends on what was reserved too.
     one_live = all(
-        np.array_equal(x, places[0]) and np.array_equal(line.live, lines[0].live)
-        for x, line in zip(places, lines, strict=True)
+        np.array_equal(one.time_us, series[0].time_us) and np.array_equal(one.live, series[0].live)
+        for one in series
     )
     for i, (one, line, x) in enumerate(zip(series, lines, places, strict=True)):
         colour = _COLOURS[i % len(_COLOURS)]
@@ -251,6 +252,7 @@ def _bar_figure(name: str, alive: Sequence[Alive]) -> Any:
             "autorange": "reversed",
             "automargin": True,
             "showgrid": False,
+            "zeroline": False,
         },
         height=140 + 24 * len(bars),
     )
