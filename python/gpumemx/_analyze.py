@@ -27,7 +27,7 @@ class Recording:
     baseline_bytes: int
     """Live before the first event."""
     unknown_frees: int
-    """Events that free a block that nothing else in the file tells of."""
+    """Events that free a block that no event allocates."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,11 @@ class DeviceAnalysis:
             )
         if self.events and self.recording.baseline_bytes:
             size = _core.format_bytes(self.recording.baseline_bytes)
-            said.append(f"{size} was live before the first event; where from is not known.")
+            said.append(f"{size} was live before the first event.")
         if self.recording.unknown_frees:
             said.append(
-                f"{self.recording.unknown_frees:,} events free blocks that nothing else in the "
-                "file tells of; they are left out."
+                f"{self.recording.unknown_frees:,} events free blocks that no event in the file "
+                "allocates: where these are from is not known."
             )
         return said
 

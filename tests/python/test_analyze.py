@@ -222,7 +222,7 @@ def test_an_empty_device_has_a_sentence_too(says: StandIn) -> None:
     [
         ({"overflowed": True}, "The recording was full and lost its oldest events"),
         ({"baseline_bytes": 3 * MIB}, "3.00 MiB was live before the first event"),
-        ({"unknown_frees": 1234}, "1,234 events free blocks that nothing else"),
+        ({"unknown_frees": 1234}, "1,234 events free blocks that no event"),
     ],
 )
 def test_what_the_recording_leaves_out_is_said(
