@@ -35,9 +35,9 @@ class Peak:
     """The moment with the most live bytes."""
 
     event: int
-    """Index among the device's events."""
+    """Index among the device's events; -1: it was before the first."""
     time_us: int | None
-    """The recorder's clock, microseconds; None where the file has no times."""
+    """Microseconds since 1970; None where the file does not tell."""
     live: int
     """Bytes."""
     reserved: int | None
@@ -109,7 +109,7 @@ class DeviceAnalysis:
     fragmentation: Fragmentation
     ooms: tuple[OutOfMemory, ...]
     series: Series
-    """Live and reserved after each event. Not in `to_dict`."""
+    """Live and reserved over time, the highest of each of some thousand spans of events."""
 
     def notes(self) -> list[str]:
         """Return what the recording leaves out, in sentences."""
@@ -195,6 +195,9 @@ class DeviceAnalysis:
         }
         figures["notes"] = self.notes()
         figures["advice"] = self.advice()
+        figures["series"] = {
+            name: list(getattr(self.series, name)) for name in ("time_us", "live", "reserved")
+        }
         return figures
 
 
@@ -278,6 +281,7 @@ def analyze(path: str | os.PathLike[str], *, progress: Progress | None = None) -
 
 def _device(found: "_SnapshotDevice") -> DeviceAnalysis:
     name = f"GPU {found['device']}"
+    times = found["series"]["time_us"]
     alive = found["alive_at_peak"]
     fragmentation = found["fragmentation"]
     lonely = tuple(LonelySegment(**segment) for segment in fragmentation["lonely_segments"])
@@ -303,5 +307,11 @@ def _device(found: "_SnapshotDevice") -> DeviceAnalysis:
             lonely_segments=lonely,
         ),
         ooms=tuple(OutOfMemory(**oom) for oom in found["ooms"]),
-        series=Series(label=name, chart=name, **found["series"]),
+        series=Series(
+            label=name,
+            chart=name,
+            # Without times there are the events' numbers. No clock since 1970 is that low.
+            timed=len(times) > 0 and times[-1] > found["events"],
+            **found["series"],
+        ),
     )

@@ -108,14 +108,16 @@ def _print(found: Analysis, top: int) -> None:
 def _print_device(console: "Console", device: DeviceAnalysis, top: int) -> None:
     from rich.text import Text
 
-    console.print()
-    for note in device.notes():
+    if notes := device.notes():
+        console.print()
+    for note in notes:
         console.print(Text(f"GPU {device.device}: {note}"))
     when = _when(device)
     _print_memory(console, device)
     _print_alive(console, when, "allocation site", device.by_site, top)
     _print_alive(console, when, "size of block", device.by_size_class, top)
     _print_alive(console, when, "category", device.by_category, top)
+    _print_fragmentation(console, device)
     _print_lonely(console, device, top)
     _print_ooms(console, device, top)
     console.print()
@@ -154,30 +156,27 @@ def _table(*, right: Sequence[str], left: Sequence[str] = ()) -> "Table":
 
 
 def _print_memory(console: "Console", device: DeviceAnalysis) -> None:
-    headers = ["event", "time", "live", "reserved", "unused", "largest free", "in busy segments"]
-    title = f"GPU {device.device}: {device.events:,} events"
-    table = _table(right=["", *headers])
-    fragmentation = device.fragmentation
-    holes = (_size(fragmentation.largest_free), _size(fragmentation.free_in_busy_segments))
+    table = _table(right=["", "event", "time", "live", "reserved"])
     if device.events:
         peak = device.peak
+        event = f"{peak.event:,}" if peak.event >= 0 else "before all"
         time = "-"
-        if peak.time_us is not None and len(device.series.time_us):
+        if peak.time_us is not None and device.series.timed:
             time = f"{(peak.time_us - int(device.series.time_us[0])) / 1e6:,.3f} s"
-        table.add_row(
-            *("at the peak", f"{peak.event:,}", time, _size(peak.live), _size(peak.reserved)),
-            *(_unused(peak.live, peak.reserved), *holes),
-        )
-        holes = ("", "")
-    live, reserved = device.live_now, device.reserved_now
-    table.add_row(
-        "at the end", "", "", _size(live), _size(reserved), _unused(live, reserved), *holes
-    )
-    _print_table(console, title, table)
+        table.add_row("at the peak", event, time, _size(peak.live), _size(peak.reserved))
+    table.add_row("at the end", "", "", _size(device.live_now), _size(device.reserved_now))
+    _print_table(console, f"GPU {device.device}: {device.events:,} events", table)
 
 
-def _unused(live: int, reserved: int | None) -> str:
-    return _size(None if reserved is None else max(0, reserved - live))
+def _print_fragmentation(console: "Console", device: DeviceAnalysis) -> None:
+    found = device.fragmentation
+    if not found.reserved:  # the file tells nothing of segments
+        return
+    table = _table(right=["reserved", "live", "unused", "in busy segments", "largest free"])
+    sizes = (found.reserved, found.live, found.unused)
+    table.add_row(*map(_size, (*sizes, found.free_in_busy_segments, found.largest_free)))
+    when = "at the peak" if device.events else "when the snapshot was made"
+    _print_table(console, f"Fragmentation {when}", table)
 
 
 def _print_alive(
@@ -201,15 +200,10 @@ def _print_lonely(console: "Console", device: DeviceAnalysis, top: int) -> None:
     segments = sorted(device.fragmentation.lonely_segments, key=lambda one: -one.size)
     if not segments:
         return
-    title = f"Segments that one small block holds: {len(segments):,}, "
-    title += f"{_size(sum(one.size for one in segments))} in all"
     table = _table(right=["address", "segment", "block"], left=["held by"])
     for one in segments[:top]:
         table.add_row(f"{one.address:#x}", _size(one.size), _size(one.bytes), Text(one.held_by))
-    if rest := segments[top:]:
-        sizes = (_size(sum(one.size for one in rest)), _size(sum(one.bytes for one in rest)))
-        table.add_row("", *sizes, f"{len(rest):,} others")
-    _print_table(console, title, table)
+    _print_table(console, "Segments that one small block holds", table)
 
 
 def _print_ooms(console: "Console", device: DeviceAnalysis, top: int) -> None:

@@ -34,18 +34,21 @@ _GREY = "#8c8c8c"
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Memory over time: one value an event, as it was after that event. The lengths are equal."""
+    """Memory over time: a value for each event, as it was then, or for each span of events, the
+    highest of it. The lengths are equal."""
 
     label: str
     """Whose memory it is, such as a policy's name; tells the lines of one chart apart."""
     time_us: Sequence[int] | NDArray[np.int64]
-    """Microseconds, from any zero, never going back. All equal where the times are not known."""
+    """Microseconds, from any zero, never going back."""
     live: Sequence[int] | NDArray[np.int64]
     """Bytes that the program had."""
     reserved: Sequence[int | None] | NDArray[np.int64]
     """Bytes that the allocator had taken from the device; None where that is not known."""
     chart: str = ""
     """The title of the chart that it is drawn in; series of one title share a chart."""
+    timed: bool = True
+    """False: the times are not known, and `time_us` has the events' numbers instead."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +179,18 @@ def _time_figure(name: str, series: Sequence[Series]) -> Any:
     import plotly.graph_objects as go
 
     lines = [aggregate(one) for one in series]
-    timed = all(len(line.event) == 0 or line.time_us[-1] > line.time_us[0] for line in lines)
-    places = [(line.time_us - line.time_us[:1]) / 1e6 if timed else line.event for line in lines]
+    timed = all(
+        one.timed and (len(line.event) == 0 or line.time_us[-1] > line.time_us[0])
+        for one, line in zip(series, lines, strict=True)
+    )
+    places: list[NDArray[Any]]
+    if timed:
+        places = [(line.time_us - line.time_us[:1]) / 1e6 for line in lines]
+    else:
+        places = [
+            line.event if one.timed else line.time_us
+            for one, line in zip(series, lines, strict=True)
+        ]
     figure = go.Figure()
 
     def add(label: str, x: NDArray[Any], y: NDArray[np.float64], **style: Any) -> None:
@@ -214,7 +227,7 @@ def _time_figure(name: str, series: Sequence[Series]) -> Any:
     figure.update_layout(
         title_text=html.escape(name or "Live and reserved over time"),
         hovermode="x unified",
-        xaxis_title="seconds from the first event" if timed else "events from the first",
+        xaxis_title="seconds from the first event" if timed else "event",
         yaxis={"title": "GiB", "rangemode": "tozero"},
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         height=460,

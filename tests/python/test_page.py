@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """HTML pages: what is drawn, what is escaped, and that a real browser draws it quickly."""
 
+import base64
 import json
 import os
 import re
@@ -94,6 +95,13 @@ def figures(page: str) -> list[dict[str, Any]]:
     return json.loads(found[1])
 
 
+def values(drawn: Any) -> list[float]:
+    """Return the numbers of an axis, which plotly packs where they are an array."""
+    if isinstance(drawn, list):
+        return drawn
+    return np.frombuffer(base64.b64decode(drawn["bdata"]), drawn["dtype"]).tolist()
+
+
 @needs_plotly
 def test_a_page_has_a_chart_for_each_group(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
@@ -127,10 +135,12 @@ def test_other_live_bytes_are_drawn_for_each(tmp_path: Path) -> None:
 @needs_plotly
 def test_without_times_events_are_the_axis(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    n = MAX_POINTS * 3
-    write_page(file, "t", [series(n, time_us=[7] * n)], {}, [])
-    (figure,) = figures(file.read_text(encoding="utf-8"))
-    assert figure["layout"]["xaxis"]["title"]["text"] == "events from the first"
+    same, numbers = series(3, time_us=[7] * 3), series(3, time_us=[0, 40, 90], timed=False)
+    for one, x in ((same, [0, 1, 2]), (numbers, [0, 40, 90])):
+        write_page(file, "t", [one], {}, [])
+        (figure,) = figures(file.read_text(encoding="utf-8"))
+        assert figure["layout"]["xaxis"]["title"]["text"] == "event"
+        assert values(figure["data"][0]["x"]) == x
 
 
 @needs_plotly
