@@ -168,13 +168,13 @@ void bind_replay(py::module_& module) {
           [](PyReplay& self) { return self.with([](Replay& r) { return r.events_done(); }); },
           "Events done so far.")
       .def_property_readonly(
-          "reserved_bytes",
-          [](PyReplay& self) { return self.with([](Replay& r) { return r.reserved().n; }); },
-          "Device memory held after the last event done.")
-      .def_property_readonly(
           "events_total",
           [](PyReplay& self) { return self.with([](Replay& r) { return r.events_total(); }); },
-          "Events of the whole trace.");
+          "Events of the whole trace.")
+      .def_property_readonly(
+          "reserved_bytes",
+          [](PyReplay& self) { return self.with([](Replay& r) { return r.reserved().n; }); },
+          "Device memory held now.");
 }
 
 }  // namespace gpumemx::bindings

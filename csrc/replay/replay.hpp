@@ -64,8 +64,9 @@ class Replay {
   std::uint64_t events_done() const { return next_; }
   std::uint64_t events_total() const { return trace_.events(); }
 
+  // After the events done so far.
+  Bytes reserved() const;
   ReplayReport report() const;
-  Bytes reserved() const;  // device memory held after the last event done
 
  private:
   struct Slot {

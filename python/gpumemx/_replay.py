@@ -7,12 +7,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from gpumemx import _core
+from gpumemx._series import Sampler
 from gpumemx.errors import TraceError
-from gpumemx.page import MAX_POINTS, Series
+from gpumemx.page import Series
 from gpumemx.trace import Trace, load_trace
 
 Progress = Callable[[str, int, int], object]
@@ -147,25 +145,21 @@ def replay(
     elif mistake := trace.mistake():
         raise TraceError(trace.path, mistake)
 
-    reserved = np.zeros(len(trace), np.int64) if series else None
-    report = _run(trace, capacity, lag_ms, progress, "replay", reserved)
+    sampler = Sampler(trace) if series else None
+    report = _run(trace, capacity, lag_ms, progress, "replay", sampler)
     fits_in = None
     if fit:
         unlimited = report
         if capacity is not None:
             unlimited = _run(trace, None, lag_ms, progress, "fit without a limit")
         fits_in = _smallest_capacity(trace, unlimited, lag_ms, progress)
-    result = ReplayResult(file=trace.path, policy="gpumemx", fits_in_bytes=fits_in, **report)
-    if reserved is None:
-        return result
-    done = result.events
-    lines = Series(
-        label=result.policy,
-        time_us=trace.time_us[:done],
-        live=_live(trace)[:done],
-        reserved=reserved[:done],
+    return ReplayResult(
+        file=trace.path,
+        policy="gpumemx",
+        fits_in_bytes=fits_in,
+        series=None if sampler is None else sampler.series("gpumemx"),
+        **report,
     )
-    return replace(result, series=lines)
 
 
 def _run(
@@ -174,13 +168,8 @@ def _run(
     lag_ms: float,
     progress: Progress | None,
     what: str,
-    reserved: NDArray[np.int64] | None = None,
+    sampler: Sampler | None = None,
 ) -> dict[str, Any]:
-    """Replay to the end. Fills in ``reserved``, what was held after each event.
-
-    It is looked at once for each point that can be drawn. The events between two looks have the
-    most that was seen at either, or the new peak if one fell between them.
-    """
     engine = _core.Replay(
         trace.op,
         trace.size,
@@ -190,30 +179,13 @@ def _run(
         capacity=capacity,
         lag_ms=lag_ms,
     )
-    chunk = _CHUNK if reserved is None else -(-len(trace) // MAX_POINTS)
-    before = peak = 0
     while not engine.finished:
-        start = engine.events_done
-        end = engine.run(chunk)
-        if reserved is not None:
-            now, new_peak = engine.reserved_bytes, engine.report()["reserved_peak_bytes"]
-            reserved[start:end] = max(before, now, new_peak if new_peak > peak else 0)
-            before, peak = now, new_peak
+        engine.run(_CHUNK if sampler is None else sampler.chunk)
+        if sampler is not None:
+            sampler.look(engine)
         if progress is not None:
             progress(what, engine.events_done, engine.events_total)
     return {**engine.report()}
-
-
-def _live(trace: Trace) -> NDArray[np.int64]:
-    """Return the sum of the sizes asked for after each event."""
-    allocates = trace.op >= 0
-    slot = np.where(allocates, trace.op, ~trace.op)
-    # The events of a slot, one slot after the other: what is freed is what came right before.
-    order = np.argsort(slot, kind="stable")
-    size = np.where(allocates, trace.size, 0)[order]
-    change = np.empty(len(trace), np.int64)
-    change[order] = np.where(allocates[order], size, -np.roll(size, 1))
-    return np.cumsum(change)
 
 
 def _smallest_capacity(
