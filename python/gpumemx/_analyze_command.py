@@ -114,9 +114,9 @@ def _print_device(console: "Console", device: DeviceAnalysis, top: int) -> None:
         console.print(Text(f"GPU {device.device}: {note}"))
     when = _when(device)
     _print_memory(console, device)
-    _print_alive(console, when, "allocation site", device.by_site, top)
-    _print_alive(console, when, "size of block", device.by_size_class, top)
-    _print_alive(console, when, "category", device.by_category, top)
+    _print_alive(console, when, "allocation site", largest(device.by_site, top))
+    _print_alive(console, when, "size of block", device.by_size_class)
+    _print_alive(console, when, "category", device.by_category)
     _print_fragmentation(console, device)
     _print_lonely(console, device, top)
     _print_ooms(console, device, top)
@@ -179,16 +179,14 @@ def _print_fragmentation(console: "Console", device: DeviceAnalysis) -> None:
     _print_table(console, f"Fragmentation {when}", table)
 
 
-def _print_alive(
-    console: "Console", when: str, what: str, alive: Sequence[Alive], top: int
-) -> None:
+def _print_alive(console: "Console", when: str, what: str, alive: Sequence[Alive]) -> None:
     from rich.text import Text
 
     if not alive:
         return
     total = sum(one.bytes for one in alive)
     table = _table(right=["size", "share", "blocks"], left=[what])
-    for one in largest(alive, top):
+    for one in alive:
         share = f"{one.bytes / total:.1%}" if total else "-"
         table.add_row(_size(one.bytes), share, f"{one.count:,}", Text(one.name))
     _print_table(console, f"{when}, by {what}", table)

@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         default=10,
         metavar="N",
-        help="rows of a table (default: 10)",
+        help="rows of a long table (default: 10)",
     )
     analyze.add_argument(
         "--json",
