@@ -148,18 +148,29 @@ class DeviceAnalysis:
             said.append(f"Out of memory, asked for {size}: {last.meaning}")
         if sentence := self._unused():
             said.append(sentence)
-        largest = max(self.by_site, key=lambda site: site.bytes, default=None)
-        if largest is not None and self.peak.live:
-            share = largest.bytes / self.peak.live
-            when = "at the peak" if self.events else "then"
-            said.append(
-                f"The largest part of what was alive {when}, {share:.0%} "
-                f"({_core.format_bytes(largest.bytes)} in {largest.count:,} "
-                f"block{'s' * (largest.count != 1)}), is from {largest.name}."
-            )
+        if sentence := self._largest():
+            said.append(sentence)
         if not said:
             said.append("Nothing was alive.")
         return said[:2]
+
+    def _largest(self) -> str:
+        site = max(self.by_site, key=lambda one: one.bytes, default=None)
+        if site is None or not self.peak.live:
+            return ""
+        when = "at the peak" if self.events else "then"
+        share = site.bytes / self.peak.live
+        if share >= _LARGE_SITE:
+            blocks = f"{site.count:,} block{'s' * (site.count != 1)}"
+            return (
+                f"The largest part of what was alive {when}, {share:.0%} "
+                f"({_core.format_bytes(site.bytes)} in {blocks}), is from {site.name}."
+            )
+        text = f"What was alive {when} is spread over {len(self.by_site):,} allocation sites"
+        kind = max(self.by_category, key=lambda one: one.bytes, default=None)
+        if kind is not None:
+            text += f"; by category, most of it ({kind.bytes / self.peak.live:.0%}): {kind.name}"
+        return f"{text}."
 
     def _unused(self) -> str:
         found = self.fragmentation
@@ -203,6 +214,8 @@ class DeviceAnalysis:
 
 # Less than that is what rounding and a settled cache leave unused.
 _MUCH_UNUSED = 0.1
+# A smaller one is no place to begin at.
+_LARGE_SITE = 0.1
 _PLAIN = ("device", "events", "live_now", "reserved_now")
 
 
@@ -269,7 +282,8 @@ def analyze(path: str | os.PathLike[str], *, progress: Progress | None = None) -
     """
     name = os.fspath(path)
     try:
-        found = _core.analyze_snapshot(name, progress)
+        # As bytes: a file's name need not be text.
+        found = _core.analyze_snapshot(os.fsencode(name), progress)
     except OSError as error:
         raise TraceError(name, error.strerror or str(error)) from error
     except ValueError as error:

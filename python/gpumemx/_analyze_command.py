@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gpumemx import _core
 from gpumemx._analyze import Analysis, DeviceAnalysis, analyze
-from gpumemx._console import complain, progress_bar, written
+from gpumemx._console import complain, progress_bar, shown, written
 from gpumemx._files import write_whole
 from gpumemx.errors import MissingPackageError, TraceError
 from gpumemx.page import Alive, largest, require_plotly, write_page
@@ -55,7 +55,7 @@ def analyze_command(
 def _analyzed(file: str) -> Analysis:
     path = Path(file)
     size = path.stat().st_size if path.is_file() else 0
-    with progress_bar(path.name, size, worth=size >= _LARGE_FILE) as show:
+    with progress_bar(shown(path.name), size, worth=size >= _LARGE_FILE) as show:
         if show is None:
             return analyze(file)
         return analyze(file, progress=lambda done, total: show("reading", done, total))
@@ -85,7 +85,7 @@ def _write_page(file: str, found: Analysis) -> None:
         for sentence in (*device.notes(), *device.advice()):
             notes.append(f"{name}: {sentence}" if several else sentence)
     series = [device.series for device in found.devices if device.events]
-    write_page(file, f"gpumemx analyze: {Path(found.file).name}", series, alive, notes)
+    write_page(file, f"gpumemx analyze: {shown(Path(found.file).name)}", series, alive, notes)
 
 
 # --- tables
@@ -98,7 +98,7 @@ def _print(found: Analysis, top: int) -> None:
     terminal = Console()
     width = min(_WIDTH, terminal.width) if terminal.is_terminal else _WIDTH
     console = Console(width=width, highlight=False)
-    console.print(Text(f"{found.file}: {found.schema}"))
+    console.print(Text(f"{shown(found.file)}: {found.schema}"))
     if not found.devices:
         console.print("Nothing was allocated on any device, and nothing was recorded.")
     for device in found.devices:

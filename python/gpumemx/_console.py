@@ -8,9 +8,14 @@ from contextlib import contextmanager
 Show = Callable[[str, int, int], object]
 
 
+def shown(name: str) -> str:
+    """Return a file's name as text that every terminal and file takes."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def complain(command: str, what: str, reason: str) -> None:
     """Print one line on stderr."""
-    line = " ".join(f"gpumemx {command}: {what}: {reason}".split("\n"))
+    line = " ".join(f"gpumemx {command}: {shown(what)}: {reason}".split("\n"))
     print(line, file=sys.stderr, flush=True)
 
 

@@ -122,7 +122,7 @@ def validate_trace(
     slots: int,
 ) -> str | None: ...
 def analyze_snapshot(
-    path: str, progress_callback: Callable[[int, int], object] | None = None
+    path: str | bytes, progress_callback: Callable[[int, int], object] | None = None
 ) -> _Snapshot: ...
 @final
 class Replay:

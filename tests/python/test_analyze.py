@@ -7,6 +7,7 @@ in the tests at the end.
 
 import io
 import json
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -237,6 +238,16 @@ def test_unused_memory_is_told_by_its_cause(
     )
 
 
+def test_many_small_sites_are_told_by_their_category(says: StandIn) -> None:
+    alive = device()["alive_at_peak"]
+    sites = [{"site": f"a.py:{i}", "bytes": 6 * MIB, "count": 1} for i in range(100)]
+    said = advice(says, ooms=[], alive_at_peak={**alive, "by_site": sites})
+    assert said[1] == (
+        "What was alive at the peak is spread over 100 allocation sites; by category, most of it "
+        "(75%): activations."
+    )
+
+
 def test_an_empty_device_has_a_sentence_too(says: StandIn) -> None:
     alive = {"by_site": [], "by_size_class": [], "by_category": []}
     peak = {"event": 0, "time_us": 1, "live": 0, "reserved": 0}
@@ -456,6 +467,17 @@ def test_a_real_file_is_analyzed(tmp_path: Path) -> None:
     assert found["live_now"] == 8 * MIB
     assert found["reserved_now"] == 20 * MIB
     assert "at the peak" in command("analyze", file).stdout
+
+
+@real
+def test_a_name_that_is_no_text_is_opened(tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(b"\xff.pickle")
+    file.write_bytes(pickle.dumps(recorded(), protocol=4))
+    assert gpumemx.analyze(file).devices[0].peak.live == 12 * MIB
+    for encoding in ("utf-8", "ascii"):
+        done = command("analyze", file, env={**os.environ, "PYTHONIOENCODING": encoding})
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(f"{tmp_path}/\\udcff.pickle: ")
 
 
 class _Code:
