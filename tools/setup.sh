@@ -3,18 +3,19 @@
 #
 # Sets a Debian or Ubuntu machine up that has python3 and git:
 #
-#   tools/setup.sh [test] [lint] [coverage] [torch]
+#   tools/setup.sh [test] [lint] [coverage] [browser] [torch]
 #
 # Always: a C++20 compiler and Python's headers (system packages), and a Python environment with the
 # build tools (PyPI): the active one, else .venv in the checkout. With `test`: GoogleTest, Catch2 and
-# pytest too; with `lint` and `coverage`: their tools; with `torch`: PyTorch and the CUDA libraries
-# that it brings (some GB). What is there is left alone, so a second run takes a moment. System packages
-# are installed with sudo when not root.
+# pytest too; with `lint` and `coverage`: their tools; with `browser`: a headless Chromium and
+# playwright, which opens pages in it (150 MB); with `torch`: PyTorch and the CUDA libraries that it
+# brings (some GB). What is there is left alone, so a second run takes a moment. System packages are
+# installed with sudo when not root.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 for part in "$@"; do
-  case $part in test | lint | coverage | torch) ;; *) die "tools/setup.sh: no part named '$part'" ;; esac
+  case $part in test | lint | coverage | browser | torch) ;; *) die "tools/setup.sh: no part named '$part'" ;; esac
 done
 wants() { case " $all " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
 all=$*
@@ -26,6 +27,11 @@ python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
 # --- system packages ---
 
 has_header() { echo "#include <$1>" | g++ -std=c++20 -E -x c++ - >/dev/null 2>&1; }
+# By the names that tests/python/test_page.py looks for.
+has_chromium() {
+  command -v chromium-headless-shell || command -v chromium || command -v chromium-browser ||
+    command -v google-chrome
+} >/dev/null
 has_python_headers() {
   python3 -c 'import pathlib, sys, sysconfig
 sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())'
@@ -40,6 +46,7 @@ if wants test; then
   has_header gtest/gtest.h || missing+=(libgtest-dev)
   has_header catch2/catch_all.hpp || has_header catch2/catch.hpp || missing+=(catch2)
 fi
+if wants browser && ! has_chromium; then missing+=(chromium-headless-shell); fi
 
 if [ ${#missing[@]} -gt 0 ]; then
   # Without a compiler no header could be looked for: ask for all of them, apt knows better.

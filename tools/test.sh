@@ -5,9 +5,9 @@
 #
 #   plain   the C++ tests in a debug build that validates itself, the package and its Python tests; with
 #           the adapter for the torch of the environment, if there is one
-#   --ci    also: torch is installed and the tests of its adapter may not be skipped; lint, address +
-#           undefined-behaviour sanitizers, thread sanitizer, and the random programs in their long form
-#           against the release build
+#   --ci    also: torch and a browser are installed and the tests that need them may not be skipped;
+#           lint, address + undefined-behaviour sanitizers, thread sanitizer, and the random programs
+#           in their long form against the release build
 #
 # Ends with "N passed, N failed" over all runners; a step that is no test (a build, lint) counts as
 # one when it fails. GPUMEMX_SEEDS and GPUMEMX_OPS size the random programs (CONTRIBUTING.md).
@@ -22,8 +22,9 @@ case "${1:-}" in
 esac
 
 if [ -n "$ci" ]; then
-  set_up test lint torch
-  export GPUMEMX_REQUIRE_TORCH=1  # no test of the adapter may be skipped
+  set_up test lint browser torch
+  # No test of the adapter or in a browser may be skipped.
+  export GPUMEMX_REQUIRE_TORCH=1 GPUMEMX_REQUIRE_BROWSER=1
 else
   set_up test
 fi

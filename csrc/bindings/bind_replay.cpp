@@ -7,14 +7,19 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "bindings/docstrings.hpp"
 #include "replay/replay.hpp"
+#include "runtime/setting_table.hpp"
+#include "runtime/settings.hpp"
 
 namespace py = pybind11;
 
@@ -40,11 +45,49 @@ TraceView view(const py::array& op, const py::array& size, const py::array& stre
           items<std::int16_t>(stream, "stream"), items<std::int64_t>(time_us, "time_us"), slots};
 }
 
-ReplayOptions replay_options(std::optional<std::int64_t> capacity, double lag_ms) {
-  if (capacity && *capacity <= 0) throw py::value_error("the capacity must be above 0 bytes");
+using SettingPairs = std::map<std::string, std::string>;
+
+void apply_settings(const SettingPairs& settings, ReplayOptions& options) {
+  if (options.policy == "gpumemx") {
+    Settings own;
+    std::vector<ConfPair> pairs;
+    for (const auto& [key, value] : settings) pairs.push_back({key, value});
+    if (const auto mistake = own.set_all(pairs, "settings")) throw py::value_error(*mistake);
+    options.core = own.core();
+    return;
+  }
+  for (const auto& [key, value] : settings) {
+    const auto mistake = options.torch.set(plain_word(key), plain_word(value));
+    if (mistake) throw py::value_error("settings: " + *mistake);
+  }
+}
+
+std::vector<std::string> setting_names(const std::string& policy) {
+  std::vector<std::string> names;
+  if (policy == "gpumemx") {
+    for (const Settings::Key& key : Settings::known_keys()) names.push_back(key.name);
+  } else {
+    for (const std::string_view key : TorchOptions::keys()) names.emplace_back(key);
+  }
+  return names;
+}
+
+Bytes limit(std::optional<std::int64_t> size, const char* what) {
+  if (size && *size <= 0) throw py::value_error(std::string(what) + " must be above 0 bytes");
+  return {static_cast<std::uint64_t>(size.value_or(0))};
+}
+
+ReplayOptions replay_options(std::optional<std::int64_t> capacity, double lag_ms,
+                             std::string policy, const SettingPairs& settings,
+                             std::optional<std::int64_t> device_bytes,
+                             std::optional<std::int64_t> device_total_bytes) {
   ReplayOptions options;
-  options.capacity = {static_cast<std::uint64_t>(capacity.value_or(0))};
+  options.policy = std::move(policy);
+  options.limits.cap = limit(capacity, "the capacity");
+  options.limits.device = limit(device_bytes, "the device's memory");
+  options.limits.device_total = limit(device_total_bytes, "the device's total memory");
   options.lag_ms = lag_ms;
+  apply_settings(settings, options);
   if (const auto mistake = options.validate()) throw py::value_error(*mistake);
   return options;
 }
@@ -53,13 +96,24 @@ ReplayOptions replay_options(std::optional<std::int64_t> capacity, double lag_ms
 class PyReplay {
  public:
   PyReplay(py::array op, py::array size, py::array stream, py::array time_us, std::int64_t slots,
-           std::optional<std::int64_t> capacity, double lag_ms)
+           std::optional<std::int64_t> capacity, double lag_ms, const std::string& policy,
+           const SettingPairs& settings, std::optional<std::int64_t> device_bytes,
+           std::optional<std::int64_t> device_total_bytes, bool record_segments)
       : arrays_{std::move(op), std::move(size), std::move(stream), std::move(time_us)} {
     const TraceView trace = view(arrays_[0], arrays_[1], arrays_[2], arrays_[3], slots);
-    const ReplayOptions options = replay_options(capacity, lag_ms);
+    const ReplayOptions options =
+        replay_options(capacity, lag_ms, policy, settings, device_bytes, device_total_bytes);
     const py::gil_scoped_release released;
     if (const auto mistake = validate_trace(trace)) throw py::value_error(*mistake);
     replay_ = std::make_unique<Replay>(trace, options);
+    if (!record_segments) return;
+    const bool told = replay_->observe_segments([this](std::uint64_t at, const SegmentEvent& e) {
+      const auto bytes = static_cast<std::int64_t>(e.range.size.n);
+      segments_.insert(segments_.end(),
+                       {static_cast<std::int64_t>(at), e.taken ? bytes : -bytes,
+                        static_cast<std::int64_t>(e.range.begin.n), std::int64_t{e.stream}});
+    });
+    if (!told) throw py::value_error("the policy " + policy + " has no segments to record");
   }
 
   // Calls use(replay) without the GIL and alone.
@@ -70,18 +124,31 @@ class PyReplay {
     return use(*replay_);
   }
 
+  // Rows of event, size (negative when given back), address and stream.
+  py::array_t<std::int64_t> segments() {
+    const std::vector<std::int64_t> rows = with([&](Replay&) { return segments_; });
+    const auto n = static_cast<py::ssize_t>(rows.size() / 4);
+    py::array_t<std::int64_t> array({n, py::ssize_t{4}});
+    std::copy(rows.begin(), rows.end(), array.mutable_data());
+    return array;
+  }
+
  private:
   py::array arrays_[4];
   std::mutex mu_;
+  std::vector<std::int64_t> segments_;
   std::unique_ptr<Replay> replay_;
 };
 
+// The five calls of virtual memory, and those that torch's plain segments are made with.
 py::dict call_counts(const DriverFigures& driver) {
+  const bool plain = driver.count(DriverCall::kAllocate) > 0 && driver.bytes_created == Bytes{};
+  const std::vector<DriverCall> calls =
+      plain ? std::vector{DriverCall::kAllocate, DriverCall::kFree}
+            : std::vector{DriverCall::kCreate, DriverCall::kMap, DriverCall::kSetAccess,
+                          DriverCall::kUnmap, DriverCall::kRelease};
   py::dict counts;
-  for (const DriverCall call : {DriverCall::kCreate, DriverCall::kMap, DriverCall::kSetAccess,
-                                DriverCall::kUnmap, DriverCall::kRelease}) {
-    counts[to_string(call)] = driver.count(call);
-  }
+  for (const DriverCall call : calls) counts[to_string(call)] = driver.count(call);
   return counts;
 }
 
@@ -117,6 +184,7 @@ py::dict report_dict(const ReplayReport& report) {
   dict["wait_seconds"] = report.wait_seconds;
   dict["host_ns_per_event"] = report.host_ns_per_event;
   dict["failed_at"] = report.failed_at;
+  dict["retries"] = report.retries;
   dict["paths"] = path_counts(report.paths);
   return dict;
 }
@@ -137,12 +205,18 @@ void bind_replay(py::module_& module) {
       arg("op").noconvert(), arg("size").noconvert(), arg("stream").noconvert(),
       arg("time_us").noconvert(), arg("slots"), kValidateTraceDoc);
 
+  module.def("policies", &policy_names, kPoliciesDoc);
+  module.def("policy_settings", &setting_names, arg("policy"), kPolicySettingsDoc);
+
   py::class_<PyReplay>(module, "Replay", kReplayDoc)
       .def(py::init<py::array, py::array, py::array, py::array, std::int64_t,
-                    std::optional<std::int64_t>, double>(),
+                    std::optional<std::int64_t>, double, const std::string&, const SettingPairs&,
+                    std::optional<std::int64_t>, std::optional<std::int64_t>, bool>(),
            arg("op").noconvert(), arg("size").noconvert(), arg("stream").noconvert(),
            arg("time_us").noconvert(), arg("slots"), py::kw_only(), arg("capacity") = py::none(),
-           arg("lag_ms") = 20.0)
+           arg("lag_ms") = 20.0, arg("policy") = "gpumemx", arg("settings") = SettingPairs{},
+           arg("device_bytes") = py::none(), arg("device_total_bytes") = py::none(),
+           arg("record_segments") = false)
       .def(
           "run",
           [](PyReplay& self, std::optional<std::uint64_t> max_events) {
@@ -170,7 +244,16 @@ void bind_replay(py::module_& module) {
       .def_property_readonly(
           "events_total",
           [](PyReplay& self) { return self.with([](Replay& r) { return r.events_total(); }); },
-          "Events of the whole trace.");
+          "Events of the whole trace.")
+      .def_property_readonly(
+          "live_bytes",
+          [](PyReplay& self) { return self.with([](Replay& r) { return r.live().n; }); },
+          "Sum of the sizes asked for and not yet freed.")
+      .def_property_readonly(
+          "reserved_bytes",
+          [](PyReplay& self) { return self.with([](Replay& r) { return r.reserved().n; }); },
+          "Device memory held now.")
+      .def_property_readonly("segments", &PyReplay::segments, kSegmentsDoc);
 }
 
 }  // namespace gpumemx::bindings

@@ -95,9 +95,21 @@ time_us : numpy.ndarray of int64
 slots : int
     Number of slots, at most 2**24.
 capacity : int or None
-    Memory of the simulated device in bytes; None for no limit.
+    What the policy may reserve in bytes, as ``set_per_process_memory_fraction`` limits it; None for
+    no limit.
 lag_ms : float
     How long after it was queued work of a stream completes, in milliseconds, from 0 to 3.6e6.
+policy : str
+    One of `policies`.
+settings : dict of str to str
+    By the names of `policy_settings`; the others keep their defaults.
+device_bytes : int or None
+    What the device has for the policy; None for no limit.
+device_total_bytes : int or None
+    What the device says it has: torch reserves addresses for expandable segments by it. None for
+    that of an H200, or of the limits if they are higher.
+record_segments : bool
+    Keep what `segments` returns.
 
 Raises
 ------
@@ -105,7 +117,7 @@ TypeError
     An array has another type, is not one-dimensional or not C-contiguous (the message names it).
 ValueError
     The trace is inconsistent (the message names the event and the value, as `validate_trace`), or
-    ``capacity`` or ``lag_ms`` is out of range.
+    a limit, ``lag_ms``, the policy or a setting is out of range or unknown.
 
 Notes
 -----
@@ -150,7 +162,38 @@ dict
     * ``wait_seconds`` : time that requests waited for streams, which the clock went on
     * ``host_ns_per_event`` : measured time of our own code, the simulated device's included
     * ``failed_at`` : index of the event that ran out of memory, or None
-    * ``paths`` : dict, how often each way of serving a request was taken
+    * ``retries`` : requests that were served, if at all, only after cached memory went back to the
+      device; 0 under gpumemx
+    * ``paths`` : dict, how often each way of serving a request was taken; of torch's policies only
+      ``hits`` (free blocks that fit) and ``misses``
+)doc";
+
+inline constexpr char kSegmentsDoc[] = R"doc(
+What was taken from the device and given back so far: numpy.ndarray of int64, shape (n, 4).
+
+Rows of the event's index, the bytes (negative when given back), the address and the stream. Of
+expandable segments the pages that were mapped and unmapped. Empty without ``record_segments``.
+)doc";
+
+inline constexpr char kPoliciesDoc[] = R"doc(
+The policies that `Replay` knows.
+
+Returns
+-------
+list of str
+)doc";
+
+inline constexpr char kPolicySettingsDoc[] = R"doc(
+The names of a policy's settings.
+
+Parameters
+----------
+policy : str
+    One of `policies`.
+
+Returns
+-------
+list of str
 )doc";
 
 inline constexpr char kGatherSettingsDoc[] = R"doc(
@@ -211,6 +254,78 @@ Notes
 -----
 May take a second: makes the device's primary context, which is gone again on return unless
 somebody else uses it.
+)doc";
+
+inline constexpr char kAnalyzeSnapshotDoc[] = R"doc(
+Say what a memory snapshot of PyTorch tells.
+
+Parameters
+----------
+path : str
+    A file that ``torch.cuda.memory._dump_snapshot(path)`` wrote, of any torch since 2.0, or a pickle
+    of what ``torch.cuda.memory.memory_snapshot()`` returns. Nothing in it is imported or called.
+progress_callback : callable, optional
+    Called as ``progress_callback(done, total)`` in bytes of the file. What it raises ends the
+    reading and comes out here.
+
+Returns
+-------
+dict
+    ``file``, ``schema`` (what the file tells, in words) and ``devices``: a list with a dict for each
+    device that the file says anything of. Sizes are in bytes; those of blocks are what the program
+    asked for.
+
+    * ``device``, ``events`` : int
+    * ``recording`` : ``state`` ("on", "off" or "state only"), ``overflowed`` (the oldest events were
+      lost), ``baseline_bytes`` (live before the first event; baseline + allocations - frees is what
+      is live), ``unknown_frees`` (frees of what no event of the file allocated)
+    * ``live_now``, ``reserved_now`` : when the snapshot was taken; None where the file does not tell
+    * ``peak`` : ``event`` (the first after which the most was live; -1 is before the first),
+      ``time_us`` (since 1970, or None), ``live``, ``reserved``
+    * ``alive_at_peak`` : ``by_site`` and ``by_category``, the most bytes first, and
+      ``by_size_class``, by size
+    * ``fragmentation`` : at the peak. ``reserved``, ``live``, ``largest_free`` (one piece),
+      ``free_in_busy_segments`` (what empty_cache() would not give back), ``lonely_segments`` (held
+      by one block of at most an eighth of their size; those that waste most first). Zeros where the
+      file has no segments
+    * ``ooms`` : each out-of-memory event and, in words, what it meant
+    * ``series`` : at most 4,000 points; ``live`` and ``reserved`` are the highest from ``time_us``
+      to the next. Without recorded times, ``time_us`` is the number of the event
+
+Raises
+------
+ValueError
+    The file cannot be read or is no snapshot; the text says what is wrong, where, and what to do.
+
+Notes
+-----
+Releases the GIL. Reads the file in pieces.
+)doc";
+
+inline constexpr char kSnapshotTracesDoc[] = R"doc(
+Turn the history of a memory snapshot into traces for `Replay`, one a device that has events.
+
+What was live before the first event is allocated first, all at time 0.
+
+Parameters
+----------
+path : str
+    See `analyze_snapshot`.
+
+Returns
+-------
+list of dict
+    ``device`` : int; ``op``, ``size``, ``time_us`` : numpy.ndarray of int64; ``stream`` :
+    numpy.ndarray of int16; ``slots`` : int.
+
+Raises
+------
+ValueError
+    The file cannot be read, is no snapshot, or has no history; the text says what to do.
+
+Notes
+-----
+Releases the GIL. Where times were not recorded, events are 100 microseconds apart.
 )doc";
 
 }  // namespace gpumemx::bindings

@@ -10,6 +10,7 @@
 #include "base/version.hpp"
 #include "bindings/bind_replay.hpp"
 #include "bindings/bind_runtime.hpp"
+#include "bindings/bind_snapshot.hpp"
 #include "bindings/docstrings.hpp"
 
 namespace py = pybind11;
@@ -61,6 +62,7 @@ PYBIND11_MODULE(_core, module) {
       kFormatBytesDoc);
   bind_replay(module);
   bind_runtime(module);
+  bind_snapshot(module);
 }
 
 }  // namespace gpumemx::bindings

@@ -3,58 +3,19 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
+#include <utility>
 
 #include "base/check.hpp"
 
 namespace gpumemx {
 
-namespace {
-
-// "No limit": as much as there are addresses. Far from it the allocator behaves the same for every
-// capacity; a device that is only large enough for the trace would already make it careful.
-constexpr Bytes kNoLimit = 64_TiB;
-
-SimOptions device_options(const ReplayOptions& options) {
-  SimOptions device;
-  device.capacity = options.capacity == Bytes{} ? kNoLimit : options.capacity;
-  device.check_hazards = false;  // a trace says nothing about accesses
-  return device;
-}
-
-Options core_options(Options core) {
-  core.background = true;
-  return core;
-}
-
-}  // namespace
-
-std::optional<std::string> ReplayOptions::validate() const {
-  if (!(lag_ms >= 0 && lag_ms <= kMaxLagMs)) {
-    return "the lag must be from 0 to 3600000 milliseconds (an hour)";
-  }
-  return core_options(core).validate();
-}
-
 Replay::Replay(const TraceView& trace, const ReplayOptions& options)
-    : trace_(trace),
-      device_(device_options(options)),
-      allocator_(device_, core_options(options.core)),
-      slots_(static_cast<std::size_t>(trace.slots)) {
-  device_.set_lag_us(std::llround(options.lag_ms * 1000));
+    : trace_(trace), model_(make_policy(options)), slots_(static_cast<std::size_t>(trace.slots)) {
   if (trace.events() > 0) start_us_ = trace.time_us.front();
 }
 
-const StreamInfo& Replay::stream(std::int16_t index) {
-  const auto i = static_cast<std::size_t>(index);
-  if (i >= streams_.size()) streams_.resize(i + 1);
-  if (!streams_[i]) streams_[i] = StreamInfo{device_.new_stream(), /*permanent=*/true};
-  return *streams_[i];
-}
-
 bool Replay::step(std::size_t event) {
-  const std::int64_t time = trace_.time_us[event] - start_us_;
-  device_.advance_to(time + waited_us_);
+  model_->advance_to(trace_.time_us[event] - start_us_);
 
   const std::int64_t op = trace_.op[event];
   const std::int16_t on = trace_.stream[event];
@@ -65,26 +26,24 @@ bool Replay::step(std::size_t event) {
                 "the trace was changed during its replay");
   Slot& slot = slots_[index];
   if (allocates) {
-    AllocRequest request;
-    request.size = {static_cast<std::uint64_t>(trace_.size[event])};
-    request.stream = stream(on);
-    const AllocResult block = allocator_.allocate(request);
-    if (!block.ok()) return false;
-    slot = {block.address, request.size, true};
-    live_ += request.size;
+    const Bytes size{static_cast<std::uint64_t>(trace_.size[event])};
+    const std::optional<BlockRef> block = model_->allocate(size, on);
+    if (!block) return false;
+    slot = {*block, size, true};
+    live_ += size;
     live_peak_ = std::max(live_peak_, live_);
   } else {
-    allocator_.free(slot.address);
+    model_->free(slot.block);
     live_ -= slot.size;
     slot.live = false;
   }
-  {
-    const CallerRoleScope background(CallerRole::kBackground);
-    while (allocator_.maintain()) {
-    }
-  }
-  waited_us_ = device_.now_us() - time;  // a request that waited moved the clock
+  model_->background();
   return true;
+}
+
+bool Replay::observe_segments(std::function<void(std::uint64_t, const SegmentEvent&)> observer) {
+  return model_->observe_segments(
+      [this, observer = std::move(observer)](const SegmentEvent& e) { observer(next_, e); });
 }
 
 std::uint64_t Replay::run(std::uint64_t max_events) {
@@ -103,19 +62,20 @@ std::uint64_t Replay::run(std::uint64_t max_events) {
 }
 
 ReplayReport Replay::report() const {
-  const Stats stats = allocator_.stats();
+  const PolicyFigures figures = model_->figures();
   ReplayReport report;
   report.events = next_;
   report.live_peak = live_peak_;
-  report.reserved_peak = {static_cast<std::uint64_t>(stats.reserved_bytes.all().peak)};
-  report.driver = device_.meter();
-  report.wait_seconds = static_cast<double>(device_.waited_us()) * 1e-6;
+  report.reserved_peak = figures.reserved_peak;
+  report.driver = figures.driver;
+  report.wait_seconds = figures.wait_seconds;
   if (next_ > 0) {
     report.trace_seconds = static_cast<double>(trace_.time_us[next_ - 1] - start_us_) * 1e-6;
     report.host_ns_per_event = host_seconds_ * 1e9 / static_cast<double>(next_);
   }
   report.failed_at = failed_at();
-  report.paths = stats.paths;
+  report.retries = figures.retries;
+  report.paths = figures.paths;
   return report;
 }
 

@@ -3,8 +3,8 @@
 
 `install_allocator` makes gpumemx torch's CUDA allocator. `monitor`, `memory_info`,
 `memory_summary` and `clear_cache` say and change what is in memory, with gpumemx's or torch's own
-allocator. `replay` says what a recorded run would have needed, without a GPU. The command line is
-``gpumemx`` or ``python -m gpumemx``.
+allocator. `replay` says what a recorded run would have needed, `analyze` what a memory snapshot of
+PyTorch tells, both without a GPU. The command line is ``gpumemx`` or ``python -m gpumemx``.
 
 Importing it imports neither torch nor the compiled parts, and starts no CUDA.
 """
@@ -13,13 +13,20 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gpumemx._version import __version__
-from gpumemx.errors import GpumemxError, InstallError, SettingError, TraceError
+from gpumemx.errors import (
+    GpumemxError,
+    InstallError,
+    MissingPackageError,
+    SettingError,
+    TraceError,
+)
 
 # Now: its module has its name, and imported later would put itself in the function's place.
 from gpumemx.monitor import GPUMonitor, monitor
 
 if TYPE_CHECKING:
-    from gpumemx._replay import ReplayResult, replay
+    from gpumemx._analyze import Analysis, analyze
+    from gpumemx._replay import CardVerdict, ReplayResult, replay
     from gpumemx.allocator import Setting, install_allocator, is_installed, settings
     from gpumemx.summary import MemoryInfo, Released, clear_cache, memory_info, memory_summary
     from gpumemx.trace import Trace, load_trace
@@ -38,17 +45,23 @@ __all__ = [  # noqa: RUF022  # in the order of the README
     "Released",
     "replay",
     "ReplayResult",
+    "CardVerdict",
     "load_trace",
     "Trace",
+    "analyze",
+    "Analysis",
     "GpumemxError",
     "InstallError",
     "SettingError",
     "TraceError",
+    "MissingPackageError",
     "__version__",
 ]
 
 # Found at first use: importing gpumemx stays cheap.
 _MODULES = {
+    "Analysis": "gpumemx._analyze",
+    "analyze": "gpumemx._analyze",
     "install_allocator": "gpumemx.allocator",
     "is_installed": "gpumemx.allocator",
     "settings": "gpumemx.allocator",
@@ -58,6 +71,7 @@ _MODULES = {
     "memory_summary": "gpumemx.summary",
     "clear_cache": "gpumemx.summary",
     "Released": "gpumemx.summary",
+    "CardVerdict": "gpumemx._replay",
     "ReplayResult": "gpumemx._replay",
     "replay": "gpumemx._replay",
     "Trace": "gpumemx.trace",

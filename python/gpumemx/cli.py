@@ -2,8 +2,9 @@
 """The command ``gpumemx``.
 
 Exit status of ``gpumemx run``: the program's (gpumemx/_run.py). Of ``gpumemx check``: 0 gpumemx can
-work here; 1 it can't. Of ``gpumemx replay``: 0 every trace was replayed to its end; 1 at least one
-ran out of memory; 2 a file could not be used or written, or an argument is wrong (2 goes before 1);
+work here; 1 it can't. Of ``gpumemx replay``: 0 every trace was replayed to its end, and fits on
+every card that was named; 1 at least one ran out of memory; 2 a file could not be used or written,
+or an argument is wrong (2 goes before 1). Of ``gpumemx analyze``: 0, or 2 in the same sense.
 130 interrupted. A bad file is one line on stderr, and the other files are still replayed.
 """
 
@@ -11,23 +12,25 @@ import argparse
 import json
 import math
 import os
-import stat
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpumemx._console import complain, progress_bar, written
+from gpumemx._files import write_whole
 from gpumemx._version import __version__
-from gpumemx.errors import TraceError
+from gpumemx.errors import MissingPackageError, TraceError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    from gpumemx._replay import Progress, ReplayResult
+    from gpumemx._replay import ReplayResult
+    from gpumemx.page import Alive
 
 _GIB = 1 << 30
 _WIDTH = 100
@@ -77,16 +80,42 @@ def _parser() -> argparse.ArgumentParser:
         "replay",
         help="what recorded training runs would have needed",
         description="Replay recorded training runs through gpumemx's allocator on a simulated "
-        "device, and say what they would have needed. Needs no GPU.",
-        epilog="Exit status: 0 all were replayed to their end, 1 one ran out of memory, 2 a file "
-        "could not be used or an argument is wrong.",
+        "device, or through a model of torch's own, and say what they would have needed. Needs no "
+        "GPU.",
+        epilog="Policies: gpumemx; native, torch's own allocator; expandable, the same with "
+        "expandable_segments:True. Exit status: 0 all were replayed to their end and fit on every "
+        "card, 1 one ran out of memory, 2 a file could not be used or an argument is wrong.",
     )
     replay.add_argument("files", nargs="+", metavar="FILE", help="trace (.npz)")
+    replay.add_argument(
+        "--policy",
+        type=_policies,
+        default=["gpumemx"],
+        metavar="NAME,...",
+        help="gpumemx, native or expandable, several with commas (default: gpumemx)",
+    )
+    replay.add_argument(
+        "--setting",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="KEY:VALUE",
+        help="a setting of the policies that have it, such as max_split_size_mb:128; repeatable",
+    )
+    replay.add_argument(
+        "--gpu",
+        type=_card,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help='say whether it fits on a card, such as "RTX 4090" or A100-80GB; repeatable, or with '
+        "commas",
+    )
     replay.add_argument(
         "--capacity",
         type=_capacity,
         metavar="SIZE",
-        help="memory of the simulated device, such as 24GiB (default: no limit)",
+        help="what may be reserved, such as 24GiB (default: no limit)",
     )
     replay.add_argument(
         "--fit",
@@ -105,7 +134,46 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="also write the figures there; '-' writes them to stdout instead of the tables",
     )
+    replay.add_argument(
+        "--html",
+        metavar="FILE",
+        help="also write a page there with live and reserved memory over time (needs plotly)",
+    )
     replay.set_defaults(run=_replay_command)
+
+    analyze = commands.add_parser(
+        "analyze",
+        help="what a memory snapshot of PyTorch says",
+        description="Read a file of torch.cuda.memory._dump_snapshot() and say when memory was at "
+        "its peak, what was alive then, how fragmented it was and what failed. Needs no GPU and no "
+        "torch; nothing in the file is executed.",
+        epilog="Exit status: 0 analyzed, 2 the file could not be used, another could not be "
+        "written, or an argument is wrong.",
+    )
+    analyze.add_argument("file", metavar="FILE", help="memory snapshot (.pickle)")
+    analyze.add_argument(
+        "--device", type=_count, metavar="N", help="only this device (default: all in the file)"
+    )
+    analyze.add_argument(
+        "--top",
+        type=_count,
+        default=10,
+        metavar="N",
+        help="rows of a long table (default: 10)",
+    )
+    analyze.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write all figures to stdout instead of the tables; with FILE, there too",
+    )
+    analyze.add_argument(
+        "--html",
+        metavar="FILE",
+        help="also write a page there with memory over time and who was alive (needs plotly)",
+    )
+    analyze.set_defaults(run=_analyze_command)
     return parser
 
 
@@ -137,86 +205,149 @@ def _lag(text: str) -> float:
     return lag
 
 
-def _complain(what: str, reason: str) -> None:
-    print(" ".join(f"gpumemx replay: {what}: {reason}".split("\n")), file=sys.stderr, flush=True)
+def _policies(text: str) -> list[str]:
+    from gpumemx._replay import check_policy
+
+    names = list(dict.fromkeys(text.replace(" ", "").lower().split(",")))
+    for name in names:
+        try:
+            check_policy(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return names
+
+
+def _setting(text: str) -> tuple[str, str]:
+    key, colon, value = text.replace(" ", "").partition(":")
+    if not colon or not key or not value:
+        raise argparse.ArgumentTypeError(f"'{text}' is not KEY:VALUE")
+    return key.lower(), value
+
+
+def _card(text: str) -> list[str]:
+    from gpumemx._gpus import find_gpu
+
+    try:
+        return [find_gpu(name).name for name in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _shared_out(policies: "Sequence[str]", given: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Return the settings of each policy. A setting that none of them has is a ValueError."""
+    from gpumemx._replay import settings_for, unknown_setting
+
+    shares = {policy: settings_for(policy, given) for policy in policies}
+    for key in given:
+        if not any(key in share for share in shares.values()):
+            raise ValueError(unknown_setting(key, policies))
+    return shares
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number, 0 or more")
+    return int(text)
+
+
+def _analyze_command(args: argparse.Namespace) -> int:
+    from gpumemx._analyze_command import analyze_command
+
+    return analyze_command(
+        args.file, device=args.device, top=args.top, json_file=args.json, html_file=args.html
+    )
 
 
 def _replay_command(args: argparse.Namespace) -> int:
-    from gpumemx._replay import replay
-    from gpumemx.trace import load_trace
+    from gpumemx._replay import check_settings, replay
+    from gpumemx.trace import is_snapshot, load_trace
 
+    if args.html is not None:
+        from gpumemx.page import require_plotly
+
+        try:
+            require_plotly()
+        except MissingPackageError as error:
+            complain("replay", "--html", str(error))
+            return 2
+
+    try:
+        settings = _shared_out(args.policy, dict(args.setting))
+        for policy, own in settings.items():
+            check_settings(policy, own)
+    except ValueError as error:
+        complain("replay", "--setting", str(error))
+        return 2
+    cards = list(dict.fromkeys(name for names in args.gpu for name in names))
     results: list[ReplayResult] = []
+    snapshots = []
     bad = False
     for file in args.files:
         try:
             trace = load_trace(file)
-            with _progress_bar(Path(file).name, len(trace)) as progress:
-                result = replay(
-                    trace,
-                    capacity=args.capacity,
-                    lag_ms=args.lag,
-                    fit=args.fit,
-                    progress=progress,
-                )
-            results.append(result)
+            for policy, own in settings.items():
+                name = Path(file).name + (f" {policy}" if len(settings) > 1 else "")
+                worth = len(trace) >= _LONG_TRACE
+                with progress_bar(name, len(trace), worth=worth) as progress:
+                    result = replay(
+                        trace,
+                        policy=policy,
+                        settings=own,
+                        capacity=args.capacity,
+                        lag_ms=args.lag,
+                        fit=args.fit,
+                        gpu=cards,
+                        series=args.html is not None,
+                        progress=progress,
+                    )
+                results.append(result)
+            if is_snapshot(file):
+                snapshots.append(file)
         except TraceError as error:
-            _complain(error.path, error.reason)
+            complain("replay", error.path, error.reason)
             bad = True
 
     if args.json is not None:
         text = json.dumps({"results": [r.to_dict() for r in results]}, indent=2) + "\n"
         if args.json == "-":
             sys.stdout.write(text)
-        else:
-            try:
-                _write(args.json, text)
-            except OSError as error:
-                _complain(args.json, error.strerror or str(error))
-                bad = True
+        elif not written("replay", args.json, lambda: write_whole(args.json, text)):
+            bad = True
+    if args.html is not None and results:
+        bad |= not written("replay", args.html, lambda: _write_page(args.html, results, snapshots))
     if results and args.json != "-":
-        _print_tables(results, fit=args.fit)
+        _print_tables(results, fit=args.fit or bool(cards))
     if bad:
         return 2
-    return 1 if any(r.failed_at is not None for r in results) else 0
+    short = any(r.failed_at is not None or not all(card.fits for card in r.gpus) for r in results)
+    return 1 if short else 0
 
 
-def _write(name: str, text: str) -> None:
-    """Write a file whole or not at all; through a link, and into a device or pipe, as it stands."""
-    path = Path(os.path.realpath(name))
-    with suppress(FileNotFoundError):
-        if not stat.S_ISREG(path.stat().st_mode):
-            path.write_text(text)
-            return
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            mask = os.umask(0)
-            os.umask(mask)
-            os.fchmod(file.fileno(), 0o666 & ~mask)  # mkstemp's own is 0600
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def _write_page(file: str, results: "Sequence[ReplayResult]", snapshots: Sequence[str]) -> None:
+    from gpumemx.page import write_page
+
+    names = _names(results)
+    series = [
+        replace(result.series, chart=name)
+        for result, name in zip(results, names, strict=True)
+        if result.series is not None
+    ]
+    title = "gpumemx replay: " + ", ".join(dict.fromkeys(names))
+    write_page(file, title, series, _alive(snapshots), [str(result) for result in results])
 
 
-@contextmanager
-def _progress_bar(name: str, events: int) -> Iterator["Progress | None"]:
-    """Show a bar on stderr, where somebody sees it and the file is long; else yield None."""
-    if events < _LONG_TRACE or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+def _alive(snapshots: Sequence[str]) -> "dict[str, Sequence[Alive]]":
+    """Return who was alive at each snapshot's peaks, by the title of their chart."""
+    from gpumemx._analyze import analyze
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=events)
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=f"{name}: {what}", completed=done, total=total)
-
-        yield show
+    return {
+        f"{Path(file).name}, GPU {device.device}: alive at the peak, by allocation site": (
+            device.by_site
+        )
+        for file in snapshots
+        for device in analyze(file).devices
+        if device.events
+    }
 
 
 def _print_tables(results: "Sequence[ReplayResult]", *, fit: bool) -> None:
@@ -227,22 +358,28 @@ def _print_tables(results: "Sequence[ReplayResult]", *, fit: bool) -> None:
     console = Console(width=width, highlight=False)
     names = _names(results)
     _print_memory(console, results, names, fit=fit)
-    console.print()
-    _print_driver(console, results, names)
+    if any(r.gpus for r in results):
+        console.print()
+        _print_cards(console, results, names)
+    # Plain segments are cudaMalloc's, whose time says little: --json has the counts.
+    mapped = [i for i, r in enumerate(results) if "map" in r.driver_calls]
+    if mapped:
+        console.print()
+        _print_driver(console, [results[i] for i in mapped], [names[i] for i in mapped])
 
 
 def _names(results: "Sequence[ReplayResult]") -> list[str]:
     """Return the names without their folders, where that leaves them apart."""
-    short = [Path(r.file).name for r in results]
-    count = Counter(short)
-    return [s if count[s] == 1 else r.file for s, r in zip(short, results, strict=True)]
+    files = {r.file: Path(r.file).name for r in results}
+    count = Counter(files.values())
+    return [name if count[name := files[r.file]] == 1 else r.file for r in results]
 
 
 def _gib(size: int | None) -> str:
     return "-" if size is None else f"{size / _GIB:.3f}"
 
 
-def _table(console: "Console", title: str) -> "Table":
+def _table(console: "Console", title: str, results: "Sequence[ReplayResult]") -> "Table":
     from rich import box
     from rich.table import Table
 
@@ -250,15 +387,27 @@ def _table(console: "Console", title: str) -> "Table":
     table.show_edge = False
     table.padding = (0, 1 if console.width >= _WIDTH else 0, 0, 0)  # closer on 80 columns
     table.add_column("file", overflow="fold")
+    if _names_policies(results):
+        table.add_column("policy", no_wrap=True)
     return table
+
+
+def _names_policies(results: "Sequence[ReplayResult]") -> bool:
+    return any(r.policy != "gpumemx" for r in results)
+
+
+def _first_cells(
+    result: "ReplayResult", name: str, results: "Sequence[ReplayResult]"
+) -> "list[Text]":
+    from rich.text import Text
+
+    return [Text(name), *([Text(result.policy)] if _names_policies(results) else [])]
 
 
 def _print_memory(
     console: "Console", results: "Sequence[ReplayResult]", names: list[str], *, fit: bool
 ) -> None:
-    from rich.text import Text
-
-    table = _table(console, "Memory in GiB")
+    table = _table(console, "Memory in GiB", results)
     headers = ["events", "peak live", "peak reserved", "ratio", *(["fits in"] if fit else [])]
     for header in (*headers, "failed at"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -272,15 +421,33 @@ def _print_memory(
         if fit:
             cells.append(_gib(result.fits_in_bytes))
         cells.append("-" if result.failed_at is None else f"event {result.failed_at:,}")
-        table.add_row(Text(name), *cells)
+        table.add_row(*_first_cells(result, name, results), *cells)
+    console.print(table)
+
+
+def _print_cards(console: "Console", results: "Sequence[ReplayResult]", names: list[str]) -> None:
+    table = _table(
+        console, "Cards, with an estimate of what each leaves to a program, in GiB", results
+    )
+    table.add_column("card", no_wrap=True)
+    for header in ("memory", "usable"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    for result, name in zip(results, names, strict=True):
+        for card in result.gpus:
+            table.add_row(
+                *_first_cells(result, name, results),
+                card.name,
+                f"{card.total_bytes / _GIB:.2f}",
+                f"{card.usable_bytes / _GIB:.2f}",
+                str(card),
+            )
     console.print(table)
 
 
 def _print_driver(console: "Console", results: "Sequence[ReplayResult]", names: list[str]) -> None:
-    from rich.text import Text
-
     title = "Driver calls, their modelled time in ms, and our own time in ns an event"
-    table = _table(console, title)
+    table = _table(console, title, results)
     kinds = {
         "create": "create",
         "map": "map",
@@ -297,7 +464,7 @@ def _print_driver(console: "Console", results: "Sequence[ReplayResult]", names: 
             result.driver_seconds_growth,
         )
         table.add_row(
-            Text(name),
+            *_first_cells(result, name, results),
             *(f"{result.driver_calls[kind]:,}" for kind in kinds),
             *(f"{1e3 * s:,.1f}" for s in seconds),
             f"{result.host_ns_per_event:,.0f}",

@@ -7,7 +7,7 @@ class GpumemxError(Exception):
 
 
 class TraceError(GpumemxError):
-    """A trace file cannot be used: it is missing, broken, of another kind or inconsistent.
+    """A trace or snapshot cannot be used: it is missing, broken, of another kind or inconsistent.
 
     ``str()`` is one line that begins with the file's name.
 
@@ -35,3 +35,7 @@ class InstallError(GpumemxError, RuntimeError):
 
 class SettingError(GpumemxError, ValueError):
     """A setting or a GPUMEMX_ variable is wrong; the text begins with where it was set."""
+
+
+class MissingPackageError(GpumemxError, ImportError):
+    """What was asked for needs an optional package that is not installed; the text names it."""

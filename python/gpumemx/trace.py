@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Recorded runs: the ``.npz`` format, and reading it with every mistake in one clear line."""
+"""Recorded runs: ``.npz`` files and PyTorch's memory snapshots, every mistake in one clear line."""
 
 import os
 import zipfile
@@ -50,15 +50,19 @@ class Trace:
         return _core.validate_trace(**arrays, slots=slots)
 
 
-def load_trace(path: str | os.PathLike[str]) -> Trace:
+def load_trace(path: str | os.PathLike[str], *, device: int | None = None) -> Trace:
     """Read and check a recorded run.
 
     Parameters
     ----------
     path
-        An ``.npz`` file with the arrays ``op``, ``size``, ``time_us`` (int64) and ``stream``
-        (int16), one-dimensional and of one length, and the number ``slots``. Other arrays in it are
-        not looked at.
+        Either an ``.npz`` file with the arrays ``op``, ``size``, ``time_us`` (int64) and ``stream``
+        (int16), one-dimensional and of one length, and the number ``slots``; other arrays in it are
+        not looked at. Or a memory snapshot that ``torch.cuda.memory._dump_snapshot(path)`` wrote,
+        of any torch since 2.0: what was live before its history begins is allocated first.
+    device
+        Which device's history to take from a snapshot. Default: the one with the most events, whose
+        index `Trace.path` then names if there are several.
 
     Returns
     -------
@@ -75,6 +79,8 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     Never unpickles: a file from anywhere may be read.
     """
     name = os.fspath(path)
+    if is_snapshot(name):
+        return _load_snapshot(name, device)
     arrays = _read(name)
     for key in (*_DTYPES, "slots"):
         if key not in arrays:
@@ -88,6 +94,35 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     if mistake := trace.mistake():
         raise TraceError(name, mistake)
     return trace
+
+
+def is_snapshot(name: str) -> bool:
+    """Say whether the file is one, or is named like one so that its mistake is that of one."""
+    if name.lower().endswith((".pickle", ".pkl")):
+        return True
+    try:
+        with open(name, "rb") as file:  # noqa: PTH123  (also takes names that are no paths)
+            return file.read(1) == b"\x80"
+    except OSError:
+        return False  # whatever it is, the other reader says it
+
+
+def _load_snapshot(name: str, device: int | None) -> Trace:
+    try:
+        traces = {found["device"]: found for found in _core.snapshot_traces(name)}
+    except ValueError as error:
+        raise TraceError(name, str(error)) from error
+    if device is None:
+        device = max(traces, key=lambda index: len(traces[index]["op"]))
+    elif device not in traces:
+        known = ", ".join(map(str, sorted(traces)))
+        raise TraceError(name, f"no history of device {device}; there is one of {known}")
+    found = traces[device]
+    arrays: dict[str, Any] = {key: found[key] for key in _DTYPES}  # type: ignore[literal-required]
+    for array in arrays.values():
+        array.flags.writeable = False
+    path = name if len(traces) == 1 else f"{name} (device {device})"
+    return Trace(**arrays, slots=found["slots"], path=path)
 
 
 def _read(name: str) -> dict[str, Any]:

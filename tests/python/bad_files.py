@@ -86,7 +86,7 @@ BAD_FILES: dict[str, tuple[Make, str]] = {
     "npy": (npy, "not an .npz file"),
     "pickle": (
         lambda path: path.write_bytes(pickle.dumps(arrays())) and None,
-        "not an .npz file",
+        "it asks for code: 'numpy",
     ),
     "other_archive": (
         lambda path: np.savez(path, weights=np.zeros(3)),

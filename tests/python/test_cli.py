@@ -169,6 +169,16 @@ def test_running_out_of_memory_is_status_1(good: Path, tmp_path: Path) -> None:
         (["--lag", "soon"], "argument --lag: 'soon' is not a number of milliseconds"),
         (["--lag", "-1"], "argument --lag: must be from 0 to 3600000 ms"),
         (["--lag", "nan"], "argument --lag: must be from 0 to 3600000 ms"),
+        (["--policy", "nativ"], "there is no policy 'nativ'; the nearest name is 'native'"),
+        (["--gpu", "RTX 4091"], "there is no card 'RTX 4091'; the nearest name is 'RTX 4090'"),
+        (["--gpu", "T4,A100"], "'A100' does not say which card: there are A100-40GB and A100-80GB"),
+        (["--setting", "price=3"], "'price=3' is not KEY:VALUE"),
+        (["--setting", "prize:3"], "there is no setting 'prize'; the nearest name is 'price'"),
+        (["--setting", "price:x"], "'x' is no value for price"),
+        (
+            ["--setting", "max_split_size_mb:64"],
+            "'max_split_size_mb' is a setting of the policy native, not of gpumemx",
+        ),
         (["--no-such"], "unrecognized arguments: --no-such"),
     ],
 )
@@ -177,6 +187,50 @@ def test_a_bad_argument_is_status_2(good: Path, arguments: list[str], text: str)
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_policies_are_rows_of_their_own(good: Path) -> None:
+    done = gpumemx("replay", good, "--policy", "gpumemx, Native,expandable", "--fit")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("good.npz")]
+    assert [row[1] for row in rows] == ["gpumemx", "native", "expandable", "gpumemx", "expandable"]
+    assert rows[1][2:] == ["4", "0.094", "0.094", "1.0000", "0.094", "-"]
+    # Pages of 20 MiB: 120 for 96, of which a limit is asked for only 40 + 64.
+    assert rows[2][2:] == ["4", "0.094", "0.117", "1.2500", "0.102", "-"]
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_settings_go_to_the_policies_that_have_them(good: Path) -> None:
+    words = ["--policy", "gpumemx,native", "--setting", "price:3", "--setting", "cap : 80MiB"]
+    done = gpumemx("replay", good, *words, "--setting", "max_split_size_mb:64", "--json", "-")
+    assert done.returncode == 1
+    ours, native = results(done.stdout)
+    assert ours["settings"] == {"price": "3", "cap": "80MiB"}
+    assert native["settings"] == {"max_split_size_mb": "64"}
+    assert (ours["failed_at"], native["failed_at"]) == (1, None)
+    assert native["driver_calls"] == {"allocate": 2, "free": 0}
+
+
+def test_cards_are_judged(good: Path, tmp_path: Path) -> None:
+    done = gpumemx("replay", good, "--gpu", "t4,RTX 4090", "--gpu", "T4")
+    assert done.returncode == 0
+    rows = [line for line in done.stdout.splitlines() if " to spare" in line]
+    assert [row.split()[1:5] for row in rows] == [
+        ["T4", "14.56", "14.06", "fits,"],
+        ["RTX", "4090", "23.52", "23.02"],
+    ]
+    big = arrays(size=np.array([8 << 30, 15 << 30, 1, 1], np.int64))
+    np.savez(tmp_path / "big.npz", **big)
+    done = gpumemx(
+        "replay", tmp_path / "big.npz", "--policy", "native", "--gpu", "T4", "--json", "-"
+    )
+    assert done.returncode == 1
+    (result,) = results(done.stdout)
+    assert list(result) == [*KEYS, "gpus"]
+    (card,) = result["gpus"]
+    assert list(card) == ["name", "total_bytes", "usable_bytes", "fits", "failed_at", "spare_bytes"]
+    assert (card["name"], card["fits"], card["failed_at"]) == ("T4", False, 1)
+    assert card["spare_bytes"] == card["usable_bytes"] - (23 << 30)
 
 
 def test_no_file_and_no_command_are_status_2() -> None:

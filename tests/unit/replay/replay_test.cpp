@@ -99,7 +99,7 @@ TEST(Replay, GivesTheSameFiguresForAPrefixAsForATraceThatEndsThere) {
 TEST(Replay, GivesTheSameFiguresForAPrefixWhenRequestsWaitAndFail) {
   const Arrays trace = random_trace(2, 3000);
   ReplayOptions options;
-  options.capacity = replay(trace.view()).live_peak;
+  options.limits.cap = replay(trace.view()).live_peak;
   Replay whole(trace.view(), options);
   for (std::size_t n = 100; n <= 3000 && !whole.finished(); n += 100) {
     whole.run(n - whole.events_done());
@@ -154,7 +154,7 @@ TEST(Replay, StopsAtTheEventThatRunsOutOfMemory) {
   trace.add(2, 40_MiB);  // 104 MiB live
   trace.add(~1, 64_MiB);
   ReplayOptions options;
-  options.capacity = 100_MiB;
+  options.limits.cap = 100_MiB;
   Replay replay(trace.view(), options);
   EXPECT_EQ(replay.run(), 3u);
   EXPECT_TRUE(replay.finished());
@@ -189,7 +189,7 @@ Arrays handover(std::int64_t freed_at_us, std::int64_t wanted_at_us) {
 
 ReplayOptions one_block(double lag_ms) {
   ReplayOptions options;
-  options.capacity = 64_MiB;
+  options.limits.cap = 64_MiB;
   options.lag_ms = lag_ms;
   return options;
 }

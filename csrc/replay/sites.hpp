@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Where a block was allocated, in words: the line of the program that asked for it, and what the
+// block is to a training run, as far as its stack tells.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "replay/recorded_run.hpp"
+
+namespace gpumemx {
+
+enum class Category : std::uint8_t {
+  kParameters,
+  kGradients,
+  kOptimizerState,
+  kActivations,
+  kWorkspaces,
+  kUnknown,
+};
+inline constexpr std::size_t kCategories = 6;
+const char* to_string(Category category);
+
+class Sites {
+ public:
+  // Keeps the reference. `run` tells whether stacks were recorded at all.
+  Sites(const Snapshot& snapshot, const RecordedRun& run);
+
+  // "file:line function" of the innermost frame that is not torch's, else of the innermost; without
+  // frames what the program attached, else what is known of the block.
+  std::string site(const RecordedBlock& block) const;
+  Category category(const RecordedBlock& block) const;
+
+ private:
+  struct Frame {
+    std::string_view file, function;
+    std::uint32_t line = 0;
+  };
+  Frame frame(std::uint32_t number) const;
+
+  const Snapshot& snapshot_;
+  bool has_stacks_ = false;
+};
+
+}  // namespace gpumemx
