@@ -92,7 +92,19 @@ Policy DeviceAllocator::policy(Bytes more) const {
   const auto bytes = [](const Stat& s) { return Bytes{static_cast<std::uint64_t>(s.current)}; };
   return {options_, bytes(books_.stats.reserved_bytes.all()),
           std::max(peak_live_, bytes(books_.stats.requested_bytes.all()) + more),
-          std::min(cap(), device_capacity_)};
+          std::min(cap(), device_capacity_), has_settled_};
+}
+
+// A program that is still growing gets no cushion: large ones are small at first too, and what is laid
+// out generously then wastes memory for good.
+void DeviceAllocator::note_peak(Bytes live) {
+  peak_live_ = std::max(peak_live_, live);
+  constexpr std::uint32_t kWhile = 1024;  // requests
+  constexpr std::uint64_t kHardly = 16;   // by less than a 16th
+  if (++requests_since_mark_ < kWhile) return;
+  requests_since_mark_ = 0;
+  has_settled_ = peak_live_ <= peak_at_mark_ + Bytes{peak_at_mark_.n / kHardly};
+  peak_at_mark_ = peak_live_;
 }
 
 bool DeviceAllocator::wants_plain(const HeapSet& set) const { return set.plain || plain_mode_; }
@@ -151,8 +163,7 @@ AllocResult DeviceAllocator::hand_out(Block* block, const AllocRequest& request)
   stats.active.add(small, 1);
   stats.active_bytes.add(small, block->size.n);
   stats.requested_bytes.add(small, request.size.n);
-  peak_live_ =
-      std::max(peak_live_, {static_cast<std::uint64_t>(stats.requested_bytes.all().current)});
+  note_peak({static_cast<std::uint64_t>(stats.requested_bytes.all().current)});
   interval_peak_ =
       std::max(interval_peak_, {static_cast<std::uint64_t>(stats.allocated_bytes.all().current)});
   if (block->heap->set().is_private) ++stats.paths.private_blocks;

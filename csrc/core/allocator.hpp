@@ -384,6 +384,7 @@ class DeviceAllocator {
   Timeline& timeline(const StreamInfo& stream) GPUMEMX_REQUIRES(mu_);
   void list(Timeline& line) GPUMEMX_REQUIRES(mu_);
   Policy policy(Bytes more) const GPUMEMX_REQUIRES(mu_);
+  void note_peak(Bytes live) GPUMEMX_REQUIRES(mu_);
   Bytes reserved() const GPUMEMX_REQUIRES(mu_) {
     return {static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
   }
@@ -515,6 +516,9 @@ class DeviceAllocator {
   std::vector<Returned> returned_ GPUMEMX_GUARDED_BY(mu_);
   std::vector<PendingBlock> pending_ GPUMEMX_GUARDED_BY(mu_);
   Bytes peak_live_ GPUMEMX_GUARDED_BY(mu_);  // the policy's own: torch's peak is reset by users
+  Bytes peak_at_mark_ GPUMEMX_GUARDED_BY(mu_);
+  std::uint32_t requests_since_mark_ GPUMEMX_GUARDED_BY(mu_) = 0;
+  bool has_settled_ GPUMEMX_GUARDED_BY(mu_) = false;
   Bytes interval_peak_ GPUMEMX_GUARDED_BY(mu_);
   Bytes device_capacity_ GPUMEMX_GUARDED_BY(mu_){~0ull};  // reserved + free when last asked
   std::uint64_t fence_serial_ GPUMEMX_GUARDED_BY(mu_) = 0;

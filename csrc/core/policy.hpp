@@ -23,6 +23,7 @@ struct Policy {
   Bytes reserved;   // now
   Bytes peak_live;  // bytes asked for, at most, since the start or since the cache was emptied
   Bytes capacity;   // what this process may reach at all: the cap, or the device
+  bool has_settled = true;  // the peak has hardly grown for a while (allocator.cpp, note_peak())
 
   bool tight() const {
     return static_cast<double>(reserved.n) >= options.tight_from * static_cast<double>(capacity.n);
@@ -36,7 +37,7 @@ struct Policy {
     // Not where the program may yet come near the capacity: what was laid out generously while it was
     // small stands in its way then.
     constexpr std::uint64_t kRoomy = 4;
-    if (peak_live < options.cushion_until && capacity.n / kRoomy > options.cushion_until.n) {
+    if (has_settled && peak_live < options.cushion_until && capacity.n / kRoomy > options.cushion_until.n) {
       constexpr std::uint64_t kFade = 4;
       bytes += std::min(share(options.cushion), {(options.cushion_until - peak_live).n / kFade});
     }

@@ -254,6 +254,23 @@ TEST_F(AllocatorTest, OwnsItsAddressesAndItsPlainMemory) {
   EXPECT_FALSE(allocator_->owns(plain + 20_MiB));
 }
 
+TEST_F(AllocatorTest, TheCushionComesWhenThePeakHasStoodStill) {
+  cushion_ = 0.25;
+  Options options;
+  options.cushion_until = 2_GiB;  // a small program; the device has room for eight of them
+  start(options);
+  alloc(512_MiB);
+  free(alloc(64_MiB));
+  alloc(16_MiB, new_stream());  // it is still growing: what is idle moves
+  EXPECT_EQ(reserved(), 576_MiB);
+  for (int i = 0; i < 2048; ++i) free(alloc(1_KiB));
+  const std::int64_t before = stats().reserved_bytes.all().current;
+  const std::uint64_t moved = paths().harvested_other;
+  alloc(16_MiB, new_stream());
+  EXPECT_EQ(stats().reserved_bytes.all().current, before + static_cast<std::int64_t>((16_MiB).n));
+  EXPECT_EQ(paths().harvested_other, moved);
+}
+
 TEST_F(AllocatorTest, TheFiguresOfTheDeviceAddUpWithoutAFailureToo) {
   gpu_.occupy(1_GiB);
   allocator_->set_cap(10_GiB);

@@ -411,5 +411,19 @@ TEST_F(FewAddressesTest, WhenThoseAreNotAllowedEitherTheVerdictNamesTheAddresses
   EXPECT_NE(got.failure->driver_said.find("address space"), std::string::npos);
 }
 
+TEST_F(MissTest, PlainMemoryIsHadThoughTheDeviceHasLessThanWasKnown) {
+  Options options;
+  options.tight_from = 1;  // so the device is not asked before every miss
+  options.big_handle = options.big_handle_max = 2_MiB;
+  start(options);
+  const PoolId pool = allocator_->create_pool({.plain = true});
+  free(alloc(4_GiB - 4_MiB));  // idle memory of the other kind
+  gpu_.occupy(4_MiB);          // to what is known, giving back 2 MiB would do
+  const AllocResult got = try_alloc(6_MiB, permanent(main_), pool);
+  EXPECT_TRUE(got.ok()) << (got.ok() ? "" : got.failure->text());
+  if (got.ok()) free(got.address);
+  allocator_->release_pool(pool);
+}
+
 }  // namespace
 }  // namespace gpumemx
