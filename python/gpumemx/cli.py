@@ -81,7 +81,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 all were replayed to their end, 1 one ran out of memory, 2 a file "
         "could not be used or an argument is wrong.",
     )
-    replay.add_argument("files", nargs="+", metavar="FILE", help="trace (.npz)")
+    replay.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="trace (.npz), or memory snapshot of PyTorch (.pickle)",
+    )
     replay.add_argument(
         "--capacity",
         type=_capacity,
