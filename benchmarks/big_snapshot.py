@@ -5,7 +5,7 @@
     /usr/bin/time -v python -c "from gpumemx import _core; _core.analyze_snapshot('big.pickle')"
 
 A made-up training run: 200 layers that allocate forward and free backward, every step anew, with
-ten frames an allocation. Its figures are known: each step has the same peak, in its middle.
+some frames an allocation. Its figures are known: each step has the same peak, in its middle.
 """
 
 import argparse
@@ -60,11 +60,12 @@ class Writer:
         return b"]" + MEMOIZE + (b"(" + b"".join(items) + b"e" if items else b"")
 
 
-def frames(writer: Writer, layer: int) -> bytes:
+def frames(writer: Writer, layer: int, count: int) -> bytes:
     stack = [("/home/user/model/layers.py", "forward", 100 + layer)]
     module = "site-packages/torch/nn/modules/module.py"
-    stack += [(module, "_call_impl", 1700 + i) for i in range(8)]
+    stack += [(module, "_call_impl", 1700 + i) for i in range(count - 2)]
     stack += [("/home/user/train.py", "main", 42)]
+    del stack[count:]
     return writer.sequence(
         [
             writer.mapping(
@@ -94,10 +95,10 @@ def entry(writer: Writer, action: str, layer: int, size: int, time_us: int, stac
     )
 
 
-def entries(writer: Writer) -> Iterator[bytes]:
+def entries(writer: Writer, frame_count: int) -> Iterator[bytes]:
     """Yield the run, without an end."""
     time_us = 1_700_000_000_000_000
-    stacks = [frames(writer, layer) for layer in range(LAYERS)]
+    stacks = [frames(writer, layer, frame_count) for layer in range(LAYERS)]
     empty = writer.sequence([])
     for layer in range(LAYERS):
         yield entry(writer, "segment_alloc", layer, SLOT, time_us, empty)
@@ -112,11 +113,11 @@ def entries(writer: Writer) -> Iterator[bytes]:
             yield entry(writer, "free_completed", layer, size, time_us, empty)
 
 
-def write(path: Path, size: int) -> int:
+def write(path: Path, size: int, frame_count: int) -> int:
     """Write a snapshot of about `size` bytes and return its number of entries."""
     count = 0
     writer = Writer()
-    run = entries(writer)
+    run = entries(writer, frame_count)
     segments = writer.sequence([segment(writer, layer) for layer in range(LAYERS)])
     heads = writer.text("segments") + segments + writer.text("device_traces")
     # The whole run's texts are in its first two steps.
@@ -162,10 +163,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--size", default="1GB", help="such as 1GB or 20MB (default: 1GB)")
+    parser.add_argument("--frames", type=int, default=10, help="of an allocation (default: 10)")
     args = parser.parse_args()
     units = {"GB": 10**9, "MB": 10**6, "KB": 10**3}
     size = int(float(args.size[:-2]) * units[args.size[-2:].upper()])
-    count = write(args.file, size)
+    count = write(args.file, size, args.frames)
     print(f"{args.file}: {args.file.stat().st_size:,} bytes, {count:,} entries")
 
 

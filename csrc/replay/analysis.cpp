@@ -293,7 +293,7 @@ class DeviceAnalyzer {
 
   const Snapshot& snapshot_;
   const RecordedRun& run_;
-  const Sites sites_;
+  Sites sites_;
   DeviceAnalysis out_;
 };
 

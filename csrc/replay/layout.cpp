@@ -152,7 +152,7 @@ std::vector<Used> used_at(const Snapshot& snapshot, const RecordedRun& run, std:
 
 Layout layout_at(const Snapshot& snapshot, const RecordedRun& run, std::int64_t event) {
   Layout layout;
-  if (!snapshot.has_segments) return layout;
+  if (!run.reserved_before) return layout;
   const Segments segments = segments_at(snapshot, run, event);
   const std::vector<Used> used = used_at(snapshot, run, event, layout.live);
 

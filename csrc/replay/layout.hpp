@@ -17,13 +17,13 @@ struct LonelySegment {
   std::int32_t block = 0;  // number in the run
 };
 
-// Bytes. All zero when the snapshot says nothing of segments.
+// Bytes. All zero when the snapshot says nothing of segments, or something else than its events.
 struct Layout {
   std::uint64_t reserved = 0;
   std::uint64_t live = 0;
   std::uint64_t largest_free = 0;           // in one piece
   std::uint64_t free_in_busy_segments = 0;  // what empty_cache() would not give back
-  std::uint64_t free_in_private_pools = 0;  // serves only their own graph; also counted above
+  std::uint64_t free_in_private_pools = 0;  // of all that is free; serves only their own graph
   // Held by one block of an eighth of their size or less; those that waste most first.
   std::vector<LonelySegment> lonely;
 };

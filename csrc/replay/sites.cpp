@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <span>
+#include <string_view>
 
 namespace gpumemx {
 
@@ -50,14 +51,24 @@ Sites::Frame Sites::frame(std::uint32_t number) const {
   return {snapshot_.texts[f.file], snapshot_.texts[f.function], f.line};
 }
 
-std::string Sites::site(const RecordedBlock& block) const {
-  const auto stack = snapshot_.stacks[block.stack];
-  if (stack.empty()) {
-    const std::string_view attached = snapshot_.texts[block.metadata];
-    if (!attached.empty() && block.metadata != 0) return std::string(attached);
-    if (block.before) return "(before the recording)";
-    return has_stacks_ ? "(no Python frames: the backward pass)" : "(no frames recorded)";
+const std::string& Sites::site(const RecordedBlock& block) {
+  static const std::string kBefore = "(before the recording)";
+  static const std::string kBackward = "(no Python frames: the backward pass)";
+  static const std::string kNoFrames = "(no frames recorded)";
+  if (block.stack != 0) {
+    const auto [found, added] = sites_.try_emplace(block.stack);
+    if (added) found->second = site_of_stack(block.stack);
+    return found->second;
   }
+  if (block.before) return kBefore;
+  if (const std::string_view text = snapshot_.texts[block.metadata]; !text.empty()) {
+    return attached_.try_emplace(block.metadata, text).first->second;
+  }
+  return has_stacks_ ? kBackward : kNoFrames;
+}
+
+std::string Sites::site_of_stack(std::uint32_t stack_number) const {
+  const auto stack = snapshot_.stacks[stack_number];
   const auto own = std::find_if(stack.begin(), stack.end(), [&](std::uint32_t number) {
     const Frame f = frame(number);
     return !is_torch(f.file, f.function);
@@ -69,11 +80,21 @@ std::string Sites::site(const RecordedBlock& block) const {
   return text;
 }
 
+Category Sites::category(const RecordedBlock& block) {
+  if (block.size == kBlasWorkspace) return Category::kWorkspaces;
+  if (block.stack == 0) {
+    // autograd's threads run no Python, so where others have frames these are of the backward pass.
+    return has_stacks_ && !block.before ? Category::kGradients : Category::kUnknown;
+  }
+  const auto [found, added] = categories_.try_emplace(block.stack, Category::kUnknown);
+  if (added) found->second = category_of_stack(block.stack);
+  return found->second;
+}
+
 // By the innermost frame that says anything: recomputed activations have forward() above backward(),
 // and a parameter that is made lazily has its module's code above the loop's.
-Category Sites::category(const RecordedBlock& block) const {
-  if (block.size == kBlasWorkspace) return Category::kWorkspaces;
-  const auto stack = snapshot_.stacks[block.stack];
+Category Sites::category_of_stack(std::uint32_t stack_number) const {
+  const auto stack = snapshot_.stacks[stack_number];
   for (const std::uint32_t number : stack) {
     const auto [file, function, line] = frame(number);
     if (has(function, "Workspace") || has(function, "workspace")) return Category::kWorkspaces;
@@ -102,8 +123,6 @@ Category Sites::category(const RecordedBlock& block) const {
       return Category::kActivations;
     }
   }
-  // autograd's threads run no Python, so where others have frames these are of the backward pass.
-  if (stack.empty() && has_stacks_ && !block.before) return Category::kGradients;
   return Category::kUnknown;
 }
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <vector>
+#include <unordered_map>
 
 #include "replay/recorded_run.hpp"
 
@@ -29,10 +29,12 @@ class Sites {
   // Keeps the reference. `run` tells whether stacks were recorded at all.
   Sites(const Snapshot& snapshot, const RecordedRun& run);
 
+  // Both remember what they found for a stack: looking at one can be long, and few are different.
+  //
   // "file:line function" of the innermost frame that is not torch's, else of the innermost; without
   // frames what the program attached, else what is known of the block.
-  std::string site(const RecordedBlock& block) const;
-  Category category(const RecordedBlock& block) const;
+  const std::string& site(const RecordedBlock& block);
+  Category category(const RecordedBlock& block);
 
  private:
   struct Frame {
@@ -40,9 +42,13 @@ class Sites {
     std::uint32_t line = 0;
   };
   Frame frame(std::uint32_t number) const;
+  std::string site_of_stack(std::uint32_t stack) const;
+  Category category_of_stack(std::uint32_t stack) const;
 
   const Snapshot& snapshot_;
   bool has_stacks_ = false;
+  std::unordered_map<std::uint32_t, std::string> sites_, attached_;  // by stack; by text
+  std::unordered_map<std::uint32_t, Category> categories_;           // by stack
 };
 
 }  // namespace gpumemx

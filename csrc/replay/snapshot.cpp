@@ -103,6 +103,8 @@ enum class ObjectState : std::uint8_t {
   kEmpty,
   kOpen,   // its items are in open_[index]
   kOther,  // a dict that is of no use here
+  kTaken,  // a list or segment that has its place in the snapshot, and may not have a second one:
+           // a small file could say a large one many times
   kFrame,  // from here on: a row of a table
   kStack,
   kEntry,
@@ -314,6 +316,11 @@ class SnapshotBuilder final : public PickleBuilder {
     return open_[object.index()];
   }
 
+  bool is_taken(PickleValue value) const {
+    return (value.is(Kind::kList) || value.is(Kind::kDict)) &&
+           objects_[value.number()].state() == ObjectState::kTaken;
+  }
+
   Mistake get_stack(const char* what, PickleValue value, std::uint32_t& out) {
     out = 0;
     if (value.is(Kind::kUnset) || value.is(Kind::kNone)) return {};
@@ -488,6 +495,7 @@ class SnapshotBuilder final : public PickleBuilder {
     segment.first_block = snapshot_.blocks.size();
     if (value.is(Kind::kUnset) || value.is(Kind::kNone)) return {};
     const auto items = items_of(value);
+    if (!items && is_taken(value)) return "a segment: its 'blocks' are another segment's too";
     if (!items) return wrong_type("a segment", kBlocks, value, "a list");
     rows_.clear();
     for (const PickleValue item : *items) {
@@ -503,6 +511,7 @@ class SnapshotBuilder final : public PickleBuilder {
       return snapshot_.blocks.size() - 1;
     });
     segment.blocks = rows_.size();
+    if (!rows_.empty()) close(objects_[value.number()], Object(ObjectState::kTaken, 0));
     // Before 2.1, a block's place was told by those before it only.
     std::uint64_t address = segment.address;
     for (std::size_t i = 0; i < segment.blocks; ++i) {
@@ -572,12 +581,14 @@ class SnapshotBuilder final : public PickleBuilder {
     for (std::size_t i = 0; i < items->size(); ++i) {
       const PickleValue item = (*items)[i];
       const Object segment = item.is(Kind::kDict) ? objects_[item.number()] : Object{};
+      if (is_taken(item)) return "segments[" + std::to_string(i) + "] is there twice";
       if (segment.state() != ObjectState::kSegment) {
         return "segments[" + std::to_string(i) + "] is " + to_string(item.kind()) +
                " that is no segment (a dict with 'address' and 'total_size'); " +
                "expected what torch.cuda.memory._dump_snapshot() writes";
       }
       snapshot_.segments.push_back(segments_[segment.index()]);
+      objects_[item.number()] = Object(ObjectState::kTaken, 0);
       sum += snapshot_.segments.back().size;
       if (sum > 16 * Snapshot::kMaxSize) return "the segments' sizes add up to more than 4 PiB";
     }
@@ -596,6 +607,7 @@ class SnapshotBuilder final : public PickleBuilder {
     for (std::size_t d = 0; d < devices->size(); ++d) {
       const std::string where = "device_traces[" + std::to_string(d) + "]";
       const auto items = items_of((*devices)[d]);
+      if (is_taken((*devices)[d])) return where + " is another device's too";
       if (!items) {
         return where + " is " + to_string((*devices)[d].kind()) + ", not a list of trace entries";
       }
@@ -614,6 +626,7 @@ class SnapshotBuilder final : public PickleBuilder {
         return snapshot_.entries.rows() - 1;
       });
       snapshot_.devices.push_back({first, rows_.size()});
+      if (!rows_.empty()) close(objects_[(*devices)[d].number()], Object(ObjectState::kTaken, 0));
     }
     return {};
   }

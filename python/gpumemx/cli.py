@@ -86,7 +86,12 @@ def _parser() -> argparse.ArgumentParser:
         "expandable_segments:True. Exit status: 0 all were replayed to their end and fit on every "
         "card, 1 one ran out of memory, 2 a file could not be used or an argument is wrong.",
     )
-    replay.add_argument("files", nargs="+", metavar="FILE", help="trace (.npz)")
+    replay.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="trace (.npz), or memory snapshot of PyTorch (.pickle)",
+    )
     replay.add_argument(
         "--policy",
         type=_policies,

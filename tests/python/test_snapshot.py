@@ -9,6 +9,7 @@ import io
 import lzma
 import os
 import pickle
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -235,6 +236,43 @@ def test_a36_every_protocol_is_read(
     assert device["live_now"] == 1500
     (trace,) = _core.snapshot_traces(str(path))
     assert trace["size"].tolist() == [1000, 500]
+
+
+def as_torch(content: Any) -> bytes:
+    """Pickle as torch does itself: protocol 2, all items of a list at once, memo by number."""
+    memo: dict[Any, int] = {}
+
+    def value(item: Any) -> bytes:
+        key = item if isinstance(item, str) else id(item)
+        if key in memo:
+            return b"j" + struct.pack("<I", memo[key])
+        if item is None or isinstance(item, (bool, int, float)):
+            return pickle.dumps(item, 2)[2:-1]
+        if isinstance(item, tuple):
+            return b"(" + b"".join(map(value, item)) + b"t"
+        if isinstance(item, str):
+            memo[key] = len(memo)
+            text = item.encode()
+            return b"X" + struct.pack("<I", len(text)) + text + b"r" + struct.pack("<I", memo[key])
+        memo[key] = len(memo)
+        put = b"r" + struct.pack("<I", memo[key])
+        if isinstance(item, list):
+            return b"]" + put + b"(" + b"".join(map(value, item)) + b"e"
+        pairs = b"".join(value(k) + value(v) for k, v in item.items())
+        return b"}" + put + b"(" + pairs + b"u"
+
+    return b"\x80\x02" + value(content) + b"."
+
+
+def test_a36_what_torch_writes_itself_says_the_same(recorded: Path, tmp_path: Path) -> None:
+    with recorded.open("rb") as file:
+        snapshot = pickle.load(file)
+    path = tmp_path / recorded.name
+    path.write_bytes(as_torch(snapshot))
+    with path.open("rb") as file:
+        assert pickle.load(file) == snapshot
+    again = _core.analyze_snapshot(str(path))
+    assert {**again, "file": str(recorded)} == _core.analyze_snapshot(str(recorded))
 
 
 # name: what an older torch, or a program that keeps only a part, does not write

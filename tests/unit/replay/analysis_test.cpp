@@ -225,6 +225,15 @@ TEST(Analysis, SaysWhatAnOutOfMemoryEventMeant) {
             "(set_per_process_memory_fraction), or the driver did.");
 }
 
+TEST(Analysis, SaysWhenFreeMemoryBelongsToPrivatePools) {
+  const DeviceAnalysis d =
+      device_of(snapshot({{kBase, 64 * kMiB, {{kBase, kMiB, kMiB}}, 0, false, 3}},
+                         {{{"alloc", kBase, kMiB, 1}, {"oom", 2 * kMiB, 32 * kMiB, 2}}}));
+  EXPECT_NE(d.ooms.at(0).meaning.find("63.00 MiB of it belongs to private pools"),
+            std::string::npos)
+      << d.ooms[0].meaning;
+}
+
 TEST(Analysis, TheSeriesHasAllEventsOrTheHighestOfEachSpan) {
   std::vector<Entry> entries;
   for (int i = 0; i < 50'000; ++i) {

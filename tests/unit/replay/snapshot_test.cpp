@@ -252,6 +252,23 @@ TEST(Snapshot, RefusesWhatCannotBeAddedUp) {
             "'device_traces' has 1025 devices; at most 1024 are supported");
 }
 
+// Otherwise a file of some megabytes could stand for any amount of work.
+TEST(Snapshot, RefusesToSayOneThingManyTimes) {
+  const std::string trace = "](" + Entry{"alloc", 4096, 1}.bytes() + "e\x94";
+  EXPECT_EQ(mistake(whole(dict({{"device_traces", "](" + trace + std::string("h\0", 2) + "e"}}))),
+            "device_traces[1] is another device's too");
+  const std::string segment = Segment{4096, 512}.bytes() + "\x94";
+  EXPECT_EQ(mistake(whole(dict({{"segments", "](" + segment + std::string("h\0", 2) + "e"}}))),
+            "segments[1] is there twice");
+  const std::string blocks = "](" + Block{4096, 512}.bytes() + "e";
+  const auto with = [](const std::string& of) {
+    return dict({{"address", num(4096)}, {"total_size", num(512)}, {"blocks", of}});
+  };
+  const std::string two = list({with(blocks + "\x94"), with(std::string("h\0", 2))});
+  EXPECT_EQ(mistake(whole(dict({{"segments", two}}))).find("a segment: its 'blocks' are another"),
+            0u);
+}
+
 TEST(Snapshot, RefusesAnEntryThatIsChangedLater) {
   const std::string entry = "}(" + text("action") + text("alloc") + text("addr") + num(4096) +
                             text("size") + num(10) + "u\x94" + text("size") + num(11) + "s";
