@@ -44,9 +44,11 @@ std::string_view nearest_of(std::string_view name, std::span<const std::string_v
 
 constexpr std::string_view kEnvironmentPrefix = "GPUMEMX_";
 constexpr std::array<std::string_view, 2> kEnvironment{"GPUMEMX_CONF", "GPUMEMX_DISABLE"};
-constexpr std::array<std::string_view, 8> kTestEnvironment{
-    "GPUMEMX_REQUIRE_GPU", "GPUMEMX_REQUIRE_TORCH", "GPUMEMX_SEEDS",  "GPUMEMX_OPS",
-    "GPUMEMX_SEED",        "GPUMEMX_ASAN_SEEDS",    "GPUMEMX_ROUNDS", "GPUMEMX_FILES"};
+constexpr std::array<std::string_view, 10> kTestEnvironment{
+    "GPUMEMX_REQUIRE_GPU", "GPUMEMX_REQUIRE_TORCH", "GPUMEMX_REQUIRE_BROWSER",
+    "GPUMEMX_TEST_NATIVE", "GPUMEMX_SEEDS",         "GPUMEMX_OPS",
+    "GPUMEMX_SEED",        "GPUMEMX_ASAN_SEEDS",    "GPUMEMX_ROUNDS",
+    "GPUMEMX_FILES"};
 
 template <class Names>
 bool contains(const Names& names, std::string_view name) {

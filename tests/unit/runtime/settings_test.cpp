@@ -392,11 +392,12 @@ TEST(Settings, HasAWordForEveryKeyThatTorchDocuments) {
 }
 
 TEST(Settings, FindsEnvironmentVariablesThatMeanNothing) {
-  EXPECT_EQ(Settings::unknown_environment({"PATH", "GPUMEMX_CONF", "GPUMEMX_DISABLE",
-                                           "GPUMEMX_REQUIRE_GPU", "GPUMEMX_SEEDS", "GPUMEMX_OPS",
-                                           "GPUMEMX_SEED", "GPUMEMX_ASAN_SEEDS", "GPUMEMX_ROUNDS",
-                                           "GPUMEMX_FILES", "MY_GPUMEMX_X", "gpumemx_x"}),
-            Words{});
+  EXPECT_EQ(
+      Settings::unknown_environment(
+          {"PATH", "GPUMEMX_CONF", "GPUMEMX_DISABLE", "GPUMEMX_REQUIRE_GPU",
+           "GPUMEMX_REQUIRE_BROWSER", "GPUMEMX_SEEDS", "GPUMEMX_OPS", "GPUMEMX_SEED",
+           "GPUMEMX_ASAN_SEEDS", "GPUMEMX_ROUNDS", "GPUMEMX_FILES", "MY_GPUMEMX_X", "gpumemx_x"}),
+      Words{});
   EXPECT_EQ(
       Settings::unknown_environment({"GPUMEMX_CONFIG", "HOME", "GPUMEMX_CAP", "GPUMEMX_DISABLED"}),
       (Words{"environment variable GPUMEMX_CONFIG means nothing to gpumemx; the nearest name "
