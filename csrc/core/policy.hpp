@@ -37,7 +37,8 @@ struct Policy {
     // Not where the program may yet come near the capacity: what was laid out generously while it was
     // small stands in its way then.
     constexpr std::uint64_t kRoomy = 4;
-    if (has_settled && peak_live < options.cushion_until && capacity.n / kRoomy > options.cushion_until.n) {
+    if (has_settled && peak_live < options.cushion_until &&
+        capacity.n / kRoomy > options.cushion_until.n) {
       constexpr std::uint64_t kFade = 4;
       bytes += std::min(share(options.cushion), {(options.cushion_until - peak_live).n / kFade});
     }
