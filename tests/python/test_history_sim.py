@@ -60,7 +60,7 @@ print([(e["action"], e["size"]) for e in s["device_traces"][1]])
 def test_random_work_of_several_threads_tells_one_story() -> None:
     values(
         """
-import random, threading
+import random, threading, time
 record(context=None)
 errors = []
 def work(seed):
@@ -80,6 +80,7 @@ threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
 for t in threads: t.start()
 while any(t.is_alive() for t in threads):
     check_story(snapshot())
+    time.sleep(0.05)  # the workers need the interpreter's lock at every call
 for t in threads: t.join()
 assert not errors, errors
 check_story(snapshot())
@@ -497,7 +498,7 @@ def test_threads_with_stacks_and_garbage_never_stop() -> None:
     simulated(
         START
         + """
-import gc, threading
+import gc, threading, time
 record(max_entries=500)
 class Cycle:
     def __init__(self):
@@ -507,7 +508,7 @@ class Cycle:
 errors = []
 def work(seed):
     try:
-        for i in range(20000):
+        for i in range(10000):
             # A code object of its own, so that the end of a stack is the end of one.
             if i % 50 == 0:
                 exec(f"def f{i}(): free(alloc(2000, stream={1 + 2 * seed}))\\nf{i}()", globals())
@@ -520,6 +521,7 @@ for t in threads: t.start()
 while any(t.is_alive() for t in threads):
     gc.collect()
     torch.cuda.memory._snapshot()
+    time.sleep(0.02)  # the workers need the interpreter's lock at every call
 for t in threads: t.join()
 assert not errors, errors
 gc.collect()
