@@ -111,7 +111,8 @@ DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes r
     now.capacity = std::min(now.capacity, limit);
     bool carried_out = false;
     // In the end every place is tried: the fresh addresses of the open end always serve.
-    const auto tries = exceed_budget ? SIZE_MAX : static_cast<std::size_t>(options_.miss_tries);
+    const auto tries =
+        exceed_budget ? CandidateSearch::kAllPlaces : static_cast<std::size_t>(options_.miss_tries);
     for (const Candidate& candidate : search_.find(heap, size, now, books_.handles, tries)) {
       const auto plan = planner.plan(heap, candidate, size, now, exceed_budget);
       if (!plan) continue;

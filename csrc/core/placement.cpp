@@ -114,7 +114,7 @@ std::span<const Candidate> CandidateSearch::find(const Heap& heap, Bytes size, c
   is_good_ = false;
   for (const Run& run : runs_) {
     search_run(run);
-    if (is_good_) break;
+    if (is_good_ && most != kAllPlaces) break;
   }
   most = std::min(most, found_.size());
   std::partial_sort(found_.begin(), found_.begin() + static_cast<std::ptrdiff_t>(most),

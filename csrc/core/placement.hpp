@@ -49,6 +49,9 @@ struct Candidate {
 // stretches with running sums, and the price of a place is the difference of two of them.
 class CandidateSearch {
  public:
+  // All of them, whatever was found first: the open end is among them, which always serves.
+  static constexpr std::size_t kAllPlaces = SIZE_MAX;
+
   // The cheapest `most` places in order. REQUIRES: heap.open_end(size) was true.
   std::span<const Candidate> find(const Heap& heap, Bytes size, const Policy& policy,
                                   HandlePool& handles, std::size_t most);

@@ -70,6 +70,7 @@ def test_a_shipped_trace_passes_and_adds_up(shipped: Path) -> None:
     assert result.driver_calls["map"] >= result.driver_calls["create"] > 0
     assert result.host_ns_per_event > 0
     assert result.paths["hits"] + result.paths["misses"] == (trace.op >= 0).sum()
+    assert result.paths["waits"] == 0  # there is memory enough
 
 
 def test_two_replays_give_the_same_figures(gnn: Path) -> None:

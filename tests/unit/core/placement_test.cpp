@@ -176,7 +176,7 @@ class SearchTest : public PlacementTest {
  protected:
   std::span<const Candidate> find(Heap& h, Bytes size) {
     EXPECT_TRUE(h.open_end(size));
-    return search_.find(h, size, policy_, books_.handles, SIZE_MAX);
+    return search_.find(h, size, policy_, books_.handles, CandidateSearch::kAllPlaces);
   }
   const Candidate* at(std::span<const Candidate> all, DeviceAddr where) {
     for (const Candidate& c : all) {
@@ -243,7 +243,8 @@ TEST_F(SearchTest, AnAliasOfBusyMemoryHasToBeUnmappedFirst) {
   handle->aliases->next_alias->last_use = {&line_, 1};
   ASSERT_FALSE(handle->aliases->next_alias->is_home());
   EXPECT_EQ(at(find(h, 64_MiB), at_hole), nullptr);
-  EXPECT_FALSE(search_.find(h, 64_MiB, policy_, books_.handles, SIZE_MAX).empty());
+  EXPECT_FALSE(
+      search_.find(h, 64_MiB, policy_, books_.handles, CandidateSearch::kAllPlaces).empty());
 }
 
 TEST_F(SearchTest, WhatIsReadyAtTheEdgeOfARunIsExtended) {
@@ -294,7 +295,8 @@ TEST_F(SearchTest, LooksAtTheSmallestRunsThatFit) {
   EXPECT_EQ(at(found, holes[0]), nullptr);
   options_.miss_runs = 0;  // the open end is always looked at
   ASSERT_FALSE(find(h, 6_MiB).empty());
-  for (const Candidate& c : search_.find(h, 6_MiB, policy_, books_.handles, SIZE_MAX)) {
+  for (const Candidate& c :
+       search_.find(h, 6_MiB, policy_, books_.handles, CandidateSearch::kAllPlaces)) {
     EXPECT_EQ(c.run.n, ~0ull);
   }
 }
@@ -308,11 +310,13 @@ TEST_F(SearchTest, EndsAtAPlaceThatNeedsNoDriverCallAndWastesLittle) {
   vacate(small);
   vacate(large);
   vacate(large + 8_MiB);
-  const auto found = find(h, 6_MiB);
+  ASSERT_TRUE(h.open_end(6_MiB));
+  const auto found = search_.find(h, 6_MiB, policy_, books_.handles, /*most=*/100);
   EXPECT_NE(at(found, small), nullptr);
-  EXPECT_EQ(at(found, large), nullptr);  // not looked at any more
-  policy_.reserved = policy_.capacity;   // tight: every place is weighed
-  EXPECT_NE(at(find(h, 6_MiB), large), nullptr);
+  EXPECT_EQ(at(found, large), nullptr);           // not looked at any more
+  EXPECT_NE(at(find(h, 6_MiB), large), nullptr);  // unless all are asked for
+  policy_.reserved = policy_.capacity;            // tight: every place is weighed
+  EXPECT_NE(at(search_.find(h, 6_MiB, policy_, books_.handles, /*most=*/100), large), nullptr);
 }
 
 TEST_F(SearchTest, TwoAliasesOfOneHandleServeOnlyOnce) {
