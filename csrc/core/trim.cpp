@@ -56,6 +56,9 @@ TrimReport DeviceAllocator::trim_cache(const TrimRequest& request) {
   // A later phase of the program grows anew: up to its own peak, not to that of an earlier one.
   if (!request.pool && request.target.n == 0) {
     peak_live_ = {static_cast<std::uint64_t>(books_.stats.requested_bytes.all().current)};
+    peak_at_mark_ = peak_live_;
+    requests_since_mark_ = 0;
+    has_settled_ = false;
   }
   const MemoryFigures now = figures();
   report.released = before - std::min(before, now.reserved);

@@ -10,7 +10,8 @@
 namespace gpumemx {
 
 DeviceRegistry::DeviceRegistry() {
-  // Neither handler takes a lock. Registered when the first allocator is configured, which is after
+  // The child's handler takes no lock; the one at exit waits for the background thread, which holds one
+  // for no longer than a driver call. Registered when the first allocator is configured, which is after
   // the libraries that it must outlive were loaded, so it runs before their static destructors.
   std::atexit([] { instance().shut_down(); });
   pthread_atfork(nullptr, nullptr, [] { instance().be_a_forked_child(); });

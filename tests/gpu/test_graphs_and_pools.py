@@ -575,13 +575,13 @@ class ThirdParty:
         self.pluggable = torch.cuda.memory.CUDAPluggableAllocator(
             str(library), "third_party_malloc", "third_party_free"
         )
-        self.library = ctypes.CDLL(str(library))
+        self.functions = ctypes.CDLL(str(library))
 
     def allocator(self) -> Any:
         return self.pluggable.allocator()
 
     def count(self, name: str) -> int:
-        return ctypes.c_int.in_dll(self.library, name).value
+        return ctypes.c_int.in_dll(self.functions, name).value
 
 
 @pytest.fixture

@@ -269,6 +269,12 @@ TEST_F(AllocatorTest, TheCushionComesWhenThePeakHasStoodStill) {
   alloc(16_MiB, new_stream());
   EXPECT_EQ(stats().reserved_bytes.all().current, before + static_cast<std::int64_t>((16_MiB).n));
   EXPECT_EQ(paths().harvested_other, moved);
+
+  (void)allocator_->trim({});  // a new phase grows anew, without one
+  free(alloc(64_MiB));
+  const std::int64_t anew = stats().reserved_bytes.all().current;
+  alloc(16_MiB, new_stream());
+  EXPECT_EQ(stats().reserved_bytes.all().current, anew);
 }
 
 TEST_F(AllocatorTest, TheFiguresOfTheDeviceAddUpWithoutAFailureToo) {
