@@ -6,212 +6,194 @@ Several threads allocate tensors of random sizes on random streams, fill them, c
 Checked: the contents of every tensor when it dies, torch's counters against the sum over live
 tensors, and reserved memory against what the driver says is gone.
 
-python random_torch_work.py [--minutes M] [--seed S] [--threads T] [--torch]
+Besides, unless --with leaves it out:
+  graphs   a thread captures small CUDA graphs while the others go on, replays them for new values,
+           checks all that they write, and drops them, sometimes before their outputs
+  pools    some tensors are in MemPools, which die before their tensors or with the last
+  history  the memory history is switched on and off, and snapshots are compared with the counters
+  ipc      some tensors are shared with another process, which checks them
 
-Exit status 1 when anything is wrong.
+python random_torch_work.py [--minutes M] [--seed S] [--threads T] [--with PARTS] [--torch]
+
+Exit status 1 when anything is wrong, or a part that was asked for was never done.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import random
 import sys
 import threading
 import time
+from collections import Counter
 
 # Kernels that are loaded at their first use take device memory then, 2 MiB at a time.
 os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 
 import gpumemx
 import torch
-from gpumemx import _adapter
+from random_work.compare import MIB, History, Unexplained, rounded
+from random_work.graphs import Overhead
+from random_work.graphs import warm_up as warm_up_graphs
+from random_work.sharing import Consumer
+from random_work.worker import MAX_GRAPHS, Plan, Worker
 
-MIB = 1 << 20
-ROUND = 512
-
-
-class Worker(threading.Thread):
-    """One thread's tensors. Stops at the gate, so that counters can be compared meanwhile."""
-
-    def __init__(self, seed: int, deadline: float, gate: threading.Barrier, limit: int) -> None:
-        super().__init__(daemon=True)
-        self.random = random.Random(seed)
-        self.deadline = deadline
-        self.gate = gate
-        self.limit = limit
-        self.live: list[tuple[torch.Tensor, int, torch.cuda.Stream]] = []
-        self.verdicts: list[tuple[torch.Tensor, torch.cuda.Stream]] = []
-        self.bytes = 0
-        self.operations = 0
-        self.checked_words = 0
-        self.wrong = 0
-        self.error: BaseException | None = None
-
-    def size(self) -> int:
-        r = self.random
-        kind = r.random()
-        if kind < 0.5:
-            return r.randrange(4, 1 * MIB)
-        if kind < 0.8:
-            return r.choice([1, 2, 4, 8, 16, 20, 33, 64]) * MIB
-        if kind < 0.98:
-            return r.randrange(1 * MIB, 96 * MIB)
-        return r.randrange(96 * MIB, 400 * MIB)
-
-    def allocate(self) -> None:
-        words = max(1, self.size() // 4)
-        stream = self.random.choice(self.streams)
-        value = self.random.randrange(1, 1 << 30)
-        with torch.cuda.stream(stream):
-            tensor = torch.full((words,), value, dtype=torch.int32, device="cuda")
-        self.live.append((tensor, value, stream))
-        self.bytes += tensor.untyped_storage().nbytes()
-
-    def free(self) -> None:
-        r = self.random
-        order = r.random()
-        index = -1 if order < 0.3 else 0 if order < 0.5 else r.randrange(len(self.live))
-        tensor, value, stream = self.live.pop(index)
-        self.bytes -= tensor.untyped_storage().nbytes()
-        self.checked_words += tensor.numel()
-        where = stream
-        if r.random() < 0.4:
-            where = r.choice(self.streams)
-            where.wait_stream(stream)
-            if where is not stream:
-                tensor.record_stream(where)
-        with torch.cuda.stream(where):
-            self.verdicts.append(((tensor != value).sum(), where))
-
-    def settle(self) -> None:
-        torch.cuda.synchronize()
-        self.wrong += sum(int(v) for v, _ in self.verdicts)
-        self.verdicts.clear()
-
-    def step(self) -> None:
-        r = self.random
-        if self.live and (self.bytes > self.limit or r.random() < 0.45):
-            self.free()
-        else:
-            self.allocate()
-        if r.random() < 0.0005:
-            torch.cuda.empty_cache()
-        if r.random() < 0.001:
-            r.choice(self.streams).synchronize()
-        if len(self.verdicts) > 300:
-            self.settle()
-        self.operations += 1
-
-    def run(self) -> None:
-        try:
-            torch.cuda.set_device(0)
-            self.streams = [torch.cuda.default_stream()] + [torch.cuda.Stream() for _ in range(4)]
-            while time.monotonic() < self.deadline:
-                for _ in range(self.random.randrange(50, 4000)):
-                    self.step()
-                self.settle()
-                self.gate.wait()  # everybody stands still ...
-                self.gate.wait()  # ... until the main thread has compared the counters
-        except threading.BrokenBarrierError:
-            pass
-        except BaseException as error:
-            self.error = error
-            self.gate.abort()
-        finally:
-            while self.live:
-                self.free()
-            self.settle()
+PARTS = ("graphs", "pools", "history", "ipc")
+MAX_THREADS = 8  # each has four of the 32 streams that torch makes: nobody else may capture on them
 
 
-def rounded(tensor: torch.Tensor) -> int:
-    return (tensor.untyped_storage().nbytes() + ROUND - 1) // ROUND * ROUND
-
-
-def gone() -> int:
-    """What the device has given to others, in bytes; what is on its way back counts as ours."""
-    before = None
-    while True:  # the background thread may be giving memory back just now
-        free, total = torch.cuda.mem_get_info()
-        ours = _adapter.installed()
-        returning = 0 if ours is None else ours.paths(0)["returning_bytes"]
-        others = total - free - torch.cuda.memory_reserved() - returning
-        if others == before:
-            return others
-        before = others
-
-
-def main() -> int:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--limit-mib", type=int, default=3000, help="live memory a thread")
     parser.add_argument("--torch", action="store_true", help="torch's own allocator, to compare")
+    parser.add_argument(
+        "--with", dest="parts", default=",".join(PARTS), help="parts, or none; default: %(default)s"
+    )
     args = parser.parse_args()
+    args.parts = frozenset(args.parts.split(",")) - {"none"}
+    if unknown := args.parts - set(PARTS):
+        parser.error(f"--with: {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
+    if "graphs" in args.parts and args.threads > MAX_THREADS:
+        parser.error(f"--threads: at most {MAX_THREADS} with graphs")
+    return args
 
-    if not args.torch:
-        gpumemx.install_allocator()
+
+class Comparisons:
+    """What the main thread compares while all workers stand still."""
+
+    def __init__(self, workers: list[Worker], seed: int, overhead: Overhead | None) -> None:
+        self.workers = workers
+        self.per_graph = 0 if overhead is None else overhead.per_graph
+        self.history = History(seed)
+        self.base = torch.cuda.memory_allocated()
+        self.unexplained = Unexplained()
+        self.moments = 0
+        self.wrong = 0
+
+    def at_gate(self, with_history: bool) -> None:
+        graphs = sum(len(w.graphs) for w in self.workers)
+        expected = self.base + self.per_graph * graphs
+        expected += sum(rounded(t) for w in self.workers for t in w.tensors())
+        if torch.cuda.memory_allocated() != expected:
+            self.wrong += 1
+            print(f"allocated {torch.cuda.memory_allocated()}, live tensors {expected}")
+        self.unexplained.look(graphs)
+        if with_history:
+            self.history.at_gate()
+        self.moments += 1
+
+    def leaked(self) -> int:
+        return torch.cuda.memory_allocated() - self.base
+
+
+def run(args: argparse.Namespace, consumer: Consumer | None) -> int:
+    parts = args.parts
     # Everything that takes memory of its own, once: what others hold stays the same after it.
     warm = [torch.full((1000,), 1, dtype=torch.int32, device="cuda") for _ in range(3)]
     wrong_words = (warm[0] != 1).sum().item()
     streams = [torch.cuda.Stream() for _ in range(32)]  # torch makes its whole pool at once
     del warm, streams
+    overhead = None
+    if "graphs" in parts:
+        overhead = Overhead()
+        wrong_words += warm_up_graphs(args.threads * MAX_GRAPHS)
+    if consumer is not None:
+        wrong_words += consumer.warm_up()
     if wrong_words:
-        print("the first tensor is wrong")
+        print("the first tensors are wrong")
         return 1
     torch.cuda.synchronize()
-    base_allocated = torch.cuda.memory_allocated()
-    others = gone()
 
     gate = threading.Barrier(args.threads + 1)
     deadline = time.monotonic() + args.minutes * 60
-    workers = [
-        Worker(args.seed * 1000 + i, deadline, gate, args.limit_mib * MIB)
-        for i in range(args.threads)
-    ]
+    plan = Plan(parts, deadline, gate, args.limit_mib * MIB, consumer)
+    workers = [Worker(args.seed * 1000 + i, plan) for i in range(args.threads)]
+    compared = Comparisons(workers, args.seed, overhead)
     for worker in workers:
         worker.start()
-    moments, counters_wrong, most_unexplained = 0, 0, 0
     try:
-        while time.monotonic() < deadline:
+        while not plan.stop:
             gate.wait(timeout=120)
-            expected = base_allocated + sum(rounded(t) for w in workers for t, _, _ in w.live)
-            if torch.cuda.memory_allocated() != expected:
-                counters_wrong += 1
-                print(f"allocated {torch.cuda.memory_allocated()}, live tensors {expected}")
-            unexplained = abs(gone() - others)
-            most_unexplained = max(most_unexplained, unexplained)
-            moments += 1
+            compared.at_gate("history" in parts)
+            plan.stop = time.monotonic() > deadline
             gate.wait(timeout=120)
     except threading.BrokenBarrierError:
-        pass
-    gate.abort()
+        gate.abort()
+    except BaseException:
+        gate.abort()
+        raise
     for worker in workers:
         worker.join(120)
-    stats = torch.cuda.memory_stats()
-    leaked = torch.cuda.memory_allocated() - base_allocated
-    print(
-        f"seed {args.seed}: {sum(w.operations for w in workers)} operations, "
-        f"{sum(w.checked_words for w in workers) * 4 / 2**40:.2f} TiB checked, "
-        f"{sum(w.wrong for w in workers)} wrong words; counters compared {moments} times, "
-        f"{counters_wrong} wrong; reserved against the driver: at most "
-        f"{most_unexplained / MIB:.2f} MiB unexplained; left over {leaked} B; "
-        f"peak live {stats['requested_bytes.all.peak'] / 2**30:.2f} GiB, "
-        f"peak reserved {stats['reserved_bytes.all.peak'] / 2**30:.2f} GiB"
-    )
+    if "history" in parts:
+        compared.history.off()
+    return report(args, workers, compared)
+
+
+def report(args: argparse.Namespace, workers: list[Worker], compared: Comparisons) -> int:
+    done: Counter[str] = sum((w.done for w in workers), Counter())
+    history, unexplained = compared.history, compared.unexplained
+    needed = {
+        "graphs": min(done["graphs"], done["replays"]),
+        "pools": done["pool tensors"],
+        "history": min(history.compared, history.switched),
+        "ipc": done["shared"],
+    }
+    missing = [part for part in PARTS if part in args.parts and needed[part] == 0]
+    wrong_words = sum(w.wrong for w in workers)
+    leaked = compared.leaked()
+    if unexplained.largest:
+        print(f"at {unexplained.largest / MIB:+.2f} MiB unexplained: {unexplained.at_largest}")
     for worker in workers:
         if worker.error is not None:
             print(f"a thread failed: {type(worker.error).__name__}: {worker.error}")
+        if worker.is_alive():
+            print("a thread does not end")
+    if missing:
+        print(f"asked for and never done: {', '.join(missing)}")
+    stats = torch.cuda.memory_stats()
+    print(
+        f"seed {args.seed}: {done['operations']} operations, "
+        f"{done['words'] * 4 / 2**40:.2f} TiB checked, "
+        f"{wrong_words} wrong words; "
+        f"{done['graphs']} graphs captured ({done['graphs sharing a pool']} in another's pool), "
+        f"{done['replays']} replays checked, "
+        f"{done['outputs that outlived their graph']} outputs outlived their graph; "
+        f"{done['pool tensors']} pool tensors, {done['pools dropped']} pools dropped "
+        f"({done['pools dropped before their tensors']} before their tensors); "
+        f"{done['shared']} tensors shared; history switched {history.switched} times, "
+        f"{history.compared} snapshots compared, {history.wrong} wrong; "
+        f"counters compared {compared.moments} times, "
+        f"{compared.wrong} wrong; reserved against the driver: {unexplained.text()}; "
+        f"left over {leaked} B; "
+        f"peak live {stats['requested_bytes.all.peak'] / 2**30:.2f} GiB, "
+        f"peak reserved {stats['reserved_bytes.all.peak'] / 2**30:.2f} GiB"
+    )
     wrong = (
-        sum(w.wrong for w in workers)
-        or counters_wrong
+        wrong_words
+        or compared.wrong
+        or history.wrong
         or leaked
-        or most_unexplained >= 1 * MIB
-        or moments == 0
-        or any(w.error is not None for w in workers)
+        or missing
+        or abs(unexplained.largest) >= 1 * MIB
+        or compared.moments == 0
+        or any(w.error is not None or w.is_alive() for w in workers)
     )
     return 1 if wrong else 0
+
+
+def main() -> int:
+    args = arguments()
+    if not args.torch:
+        gpumemx.install_allocator()
+    consumer = Consumer(args.torch) if "ipc" in args.parts else None
+    try:
+        return run(args, consumer)
+    finally:
+        if consumer is not None:
+            consumer.end()
 
 
 if __name__ == "__main__":
