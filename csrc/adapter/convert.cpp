@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "adapter/convert.hpp"
 
+#include <array>
+#include <cstdio>
+
 #include "adapter/history.hpp"
 #include "adapter/pool_names.hpp"
 #include "base/text.hpp"
@@ -115,30 +118,44 @@ torch_alloc::AllocatorConfigInfo torch_settings() {
   return info;
 }
 
+// As torch writes sizes: programs look for its words in this text.
+std::string torch_size(Bytes size) {
+  constexpr std::array<std::pair<std::uint64_t, const char*>, 3> kUnits{
+      {{1ull << 10, " KiB"}, {1ull << 20, " MiB"}, {1ull << 30, " GiB"}}};
+  if (size.n <= kUnits[0].first) return std::to_string(size.n) + " bytes";
+  std::size_t unit = 0;
+  while (unit + 1 < kUnits.size() && size.n > kUnits[unit + 1].first) ++unit;
+  std::array<char, 48> text{};
+  std::snprintf(text.data(), text.size(), "%.2f%s",
+                static_cast<double>(size.n) / static_cast<double>(kUnits[unit].first),
+                kUnits[unit].second);
+  return text.data();
+}
+
 std::string out_of_memory_text(c10::DeviceIndex device, const OomVerdict& v) {
   if (v.rejected) {
     return "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
            "per_process_memory_fraction limit. Requested size: " +
-           format_bytes(v.requested) + " (GPU " + std::to_string(static_cast<int>(device)) + ", " +
-           format_bytes(v.reserved) + " reserved of " + format_bytes(v.cap) +
+           torch_size(v.requested) + " (GPU " + std::to_string(static_cast<int>(device)) + ", " +
+           torch_size(v.reserved) + " reserved of " + torch_size(v.cap) +
            " allowed). Set throw_on_cudamalloc_oom:false to disable. [gpumemx] " + v.text();
   }
-  std::string text = "CUDA out of memory. Tried to allocate " + format_bytes(v.requested) +
-                     ". GPU " + std::to_string(static_cast<int>(device));
+  std::string text = "CUDA out of memory. Tried to allocate " + torch_size(v.requested) + ". GPU " +
+                     std::to_string(static_cast<int>(device));
   if (v.device_known) {
-    text += " has a total capacity of " + format_bytes(v.device_total) + " of which " +
-            format_bytes(v.device_free) + " is free.";
+    text += " has a total capacity of " + torch_size(v.device_total) + " of which " +
+            torch_size(v.device_free) + " is free.";
   } else {
     text += ": the device did not say how much it has.";
   }
-  if (v.cap < v.device_total) text += " " + format_bytes(v.cap) + " allowed.";
+  if (v.cap < v.device_total) text += " " + torch_size(v.cap) + " allowed.";
   text +=
-      " Of the allocated memory " + format_bytes(v.live + v.pending) + " is allocated by PyTorch, ";
+      " Of the allocated memory " + torch_size(v.live + v.pending) + " is allocated by PyTorch, ";
   if (v.in_private_pools.n != 0) {
-    text += "with " + format_bytes(v.in_private_pools) +
+    text += "with " + torch_size(v.in_private_pools) +
             " allocated in private pools (e.g., CUDA Graphs), ";
   }
-  text += "and " + format_bytes(v.reserved - v.live - v.pending) +
+  text += "and " + torch_size(v.reserved - v.live - v.pending) +
           " is reserved by PyTorch but unallocated. [gpumemx] ";
   return text + v.text();
 }

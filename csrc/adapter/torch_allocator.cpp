@@ -28,6 +28,16 @@ std::atomic<TorchAllocator*> the_allocator{nullptr};
 void delete_block(void* ptr) { the_allocator.load(std::memory_order_relaxed)->raw_delete(ptr); }
 
 // With caching off (PYTORCH_NO_CUDA_MEMORY_CACHING, enable(false)): as torch's own, straight through.
+void* allocate_uncached(std::size_t nbytes) {
+  void* ptr = nullptr;
+  C10_CUDA_CHECK(cudaMalloc(&ptr, nbytes));
+  if (const c10::impl::PyInterpreter* interp = c10::impl::GPUTrace::get_trace();
+      C10_UNLIKELY(interp)) {
+    (*interp)->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<std::uintptr_t>(ptr));
+  }
+  return ptr;
+}
+
 void delete_uncached(void* ptr) {
   if (const c10::impl::PyInterpreter* interp = c10::impl::GPUTrace::get_trace();
       C10_UNLIKELY(interp)) {
@@ -87,8 +97,9 @@ Device& TorchAllocator::open(c10::DeviceIndex device) {
   return *opened.value();
 }
 
-// Names of streams. torch's own live as long as the process and are remembered by the thread; for
-// any other the driver is asked each time, since its handle may have come back for another stream.
+// Names of streams. torch's own live as long as the process: their handles are names, and the thread
+// remembers them. For any other the driver is asked each time, since its handle may have come back for
+// another stream.
 StreamInfo TorchAllocator::stream_info(Device& device, c10::DeviceIndex index, cudaStream_t stream,
                                        bool known_permanent) {
   struct Known {
@@ -100,12 +111,17 @@ StreamInfo TorchAllocator::stream_info(Device& device, c10::DeviceIndex index, c
   const std::uint64_t key = native * 64 + static_cast<std::uint64_t>(index);
   Known& slot = known[(native / 64 + static_cast<std::uint64_t>(index)) % known.size()];
   if (slot.key == key) return slot.info;
+  const bool permanent = known_permanent || is_torch_stream(index, stream);
+  if (permanent && !is_simulated_) {
+    // The default stream has two handles.
+    const std::uint64_t name = stream == cudaStreamLegacy ? 0 : native;
+    slot = {key, {{id_of_permanent(name), native}, permanent}};
+    return slot.info;
+  }
   const auto id = device.counting->stream_id(native);
   TORCH_CHECK(id.ok(), "gpumemx: the driver does not know the stream ", stream, ": ",
               id.error().where);
-  StreamInfo info{{id.value(), native}, known_permanent || is_torch_stream(index, stream)};
-  if (info.permanent) slot = {key, info};
-  return info;
+  return {{id.value(), native}, permanent};
 }
 
 // Whether `stream` is the device's default stream or one of torch's pool. Asking the pool for as
@@ -115,6 +131,8 @@ bool TorchAllocator::is_torch_stream(c10::DeviceIndex device, cudaStream_t strea
   if (stream == cudaStreamPerThread) return false;  // a stream of its own for each thread
   MutexLock lock(mu_);
   if ((streams_listed_ >> device & 1) == 0) {
+    // They are made at the first call, which would end others' captures in global mode.
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
     for (const bool high_priority : {false, true}) {
       for (int i = 0; i < kStreamsPerPool; ++i) {
         torch_streams_.push_back(reinterpret_cast<std::uintptr_t>(
@@ -184,14 +202,7 @@ c10::DataPtr TorchAllocator::allocate(std::size_t nbytes) {
   const c10::DeviceIndex device = current_device();
   const c10::Device where(c10::kCUDA, device);
   if (C10_UNLIKELY(!isEnabled())) {
-    void* ptr = nullptr;
-    if (nbytes != 0) {
-      C10_CUDA_CHECK(cudaMalloc(&ptr, nbytes));
-      if (const c10::impl::PyInterpreter* interp = c10::impl::GPUTrace::get_trace();
-          C10_UNLIKELY(interp)) {
-        (*interp)->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<std::uintptr_t>(ptr));
-      }
-    }
+    void* ptr = nbytes == 0 ? nullptr : allocate_uncached(nbytes);
     return {ptr, ptr, &delete_uncached, where};
   }
   if (nbytes == 0) return {nullptr, nullptr, &delete_block, where};
@@ -215,14 +226,31 @@ void* TorchAllocator::raw_alloc(std::size_t nbytes) {
 
 void* TorchAllocator::raw_alloc_with_stream(std::size_t nbytes, cudaStream_t stream) {
   if (nbytes == 0) return nullptr;
+  if (C10_UNLIKELY(!isEnabled())) {
+    void* ptr = allocate_uncached(nbytes);
+    MutexLock lock(mu_);
+    uncached_.insert(ptr);
+    return ptr;
+  }
   const c10::DeviceIndex device = current_device();
   return allocate_on(device, nbytes, stream_info(open(device), device, stream, false));
+}
+
+// What raw_alloc() made while caching was off, whether it is on again or not.
+bool TorchAllocator::delete_if_uncached(void* ptr) {
+  {
+    MutexLock lock(mu_);
+    if (uncached_.erase(ptr) == 0) return false;
+  }
+  delete_uncached(ptr);
+  return true;
 }
 
 void TorchAllocator::raw_delete(void* ptr) {
   if (ptr == nullptr || devices_.is_shut_down()) return;
   const int device = devices_.owner_of(address_of(ptr));
   if (C10_UNLIKELY(device < 0)) {
+    if (delete_if_uncached(ptr)) return;
     TORCH_CHECK(previous_ != nullptr, "invalid device pointer: ", ptr,
                 " is not memory of gpumemx, nor was anything allocated before it was installed");
     previous_->raw_delete(ptr);
@@ -560,7 +588,7 @@ void TorchAllocator::releasePool(c10::DeviceIndex device, c10::MempoolId_t pool)
 // that nothing was allocated on are not known yet. (getStreamFromPool: see is_torch_stream().)
 void TorchAllocator::note_torch_streams(c10::DeviceIndex device) {
   if (is_simulated_) return;
-  // They are made at the first call, which would end others' captures in global mode.
+  // See is_torch_stream().
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   Device& d = open(device);
   const auto note = [&](const c10::cuda::CUDAStream& stream) {

@@ -19,6 +19,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -137,6 +138,7 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   StreamInfo stream_info(Device& device, c10::DeviceIndex index, cudaStream_t stream,
                          bool known_permanent);
   bool is_torch_stream(c10::DeviceIndex device, cudaStream_t stream);
+  bool delete_if_uncached(void* ptr);
   c10::DeviceIndex current_device() const;
   gpumemx::DeviceAllocator& core(c10::DeviceIndex device) { return *open(device).allocator; }
   void note_torch_streams(c10::DeviceIndex device);
@@ -162,6 +164,7 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   std::vector<RejectionObserver> rejection_observers_ GPUMEMX_GUARDED_BY(mu_);
   std::vector<std::uint64_t> torch_streams_ GPUMEMX_GUARDED_BY(mu_);  // native handles, sorted
   std::uint64_t streams_listed_ GPUMEMX_GUARDED_BY(mu_) = 0;          // a bit a device
+  std::unordered_set<void*> uncached_ GPUMEMX_GUARDED_BY(mu_);        // see delete_if_uncached()
 };
 
 }  // namespace gpumemx::adapter

@@ -233,8 +233,9 @@ class DeviceAllocator {
 
   // Marks what is idle now as on its way back to the device, without a driver call: maintain() may
   // release it, and whatever a request takes first is not marked any more. For programs that give back
-  // again and again what they need again at once. Returns the bytes that are marked.
-  Bytes give_back_later() GPUMEMX_EXCLUDES(mu_);
+  // again and again what they need again at once. Returns the bytes that are marked; nothing, and marks
+  // nothing, when this must not wait: a released pool has memory left, or a history wants the frees.
+  std::optional<Bytes> give_back_later() GPUMEMX_EXCLUDES(mu_);
   Bytes returning() const GPUMEMX_EXCLUDES(mu_);
 
   // Work that may be done away from the allocating threads, one driver call's worth of it: unmapping
@@ -467,6 +468,7 @@ class DeviceAllocator {
   void drop_imports() GPUMEMX_EXCLUDES(work_mu_);
 
   // trim.cpp
+  bool released_pools_have_idle() const GPUMEMX_REQUIRES(mu_);
   TrimReport trim_cache(const TrimRequest& request) GPUMEMX_EXCLUDES(work_mu_, mu_);
   void wait_for_idle_memory() GPUMEMX_EXCLUDES(work_mu_, mu_);
   Bytes release_idle(Bytes target) GPUMEMX_REQUIRES(work_mu_, mu_);

@@ -117,9 +117,29 @@ Bytes DeviceAllocator::release_idle(Bytes target) {
   return before - std::min(before, reserved());
 }
 
-Bytes DeviceAllocator::give_back_later() {
-  if (shut_down_) return {};
+// What a released pool has left can't be marked: it is not idle for anybody yet.
+bool DeviceAllocator::released_pools_have_idle() const {
+  for (const auto& [key, set] : sets_) {
+    const auto pool = pools_.find(key.pool);
+    if (pool == pools_.end() || pool->second.users > 0) continue;
+    for (const auto& heap : set->heaps) {
+      if (heap == nullptr) continue;
+      for (const Region* region : heap->regions()) {
+        for (DeviceAddr a = region->range.begin; a < region->mapped_end;) {
+          const Mapping* m = region->mapping_at(a);
+          if (m != nullptr && m->is_home() && m->uses == 0) return true;
+          a = m == nullptr ? DeviceAddr{a.n / kPage.n * kPage.n} + kPage : m->end();
+        }
+      }
+    }
+  }
+  return false;
+}
+
+std::optional<Bytes> DeviceAllocator::give_back_later() {
+  if (shut_down_) return Bytes{};
   MutexLock lock(mu_);
+  if (books_.history.on() || released_pools_have_idle()) return std::nullopt;
   returning_mark_ = books_.handles.next_serial();
   Bytes marked = books_.handles.loose().bytes();
   for (const HeapSet* set : default_sets_) marked += set->idle.bytes();

@@ -1,9 +1,28 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Names of the driver calls, as figures and hazards print them: those of the methods.
+// Names: of streams, and of the driver calls, as figures and hazards print them: those of the methods.
 #include "driver/device_driver.hpp"
 
 namespace gpumemx {
+
+namespace {
+
+constexpr std::uint64_t kPermanent = 1ull << 63, kInCapture = 1ull << 62;
+
+// A one-to-one mixing of 64 bits: the finalizer of splitmix64.
+std::uint64_t mixed(std::uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+}  // namespace
+
+StreamId id_of_permanent(std::uint64_t native) { return StreamId{native | kPermanent}; }
+
+StreamId id_in_capture(std::uint64_t native, std::uint64_t capture) {
+  return StreamId{(mixed(native ^ mixed(capture)) & (kInCapture - 1)) | kInCapture};
+}
 
 const char* to_string(DriverCall call) {
   switch (call) {

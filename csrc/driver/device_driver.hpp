@@ -49,6 +49,12 @@
 
 namespace gpumemx {
 
+// Names of streams that CUDA's own ids, small numbers, never are. A stream that lives as long as the
+// process needs no other name than its handle. One that captures has a name for as long as it does:
+// CUDA tells the id of the capture (`capture`) but not that of the stream.
+StreamId id_of_permanent(std::uint64_t native);
+StreamId id_in_capture(std::uint64_t native, std::uint64_t capture);
+
 // Fixed for a driver's lifetime; read once by each allocator.
 struct DeviceTraits {
   Bytes granularity{2u << 20};  // sizes and addresses given to create() and map() are multiples
@@ -133,7 +139,8 @@ class DeviceDriver {
   virtual Result<DeviceAddr> allocate(Bytes size) = 0;
   virtual Status free(DeviceAddr address) = 0;  // blocks until the device is idle
 
-  // The id of the stream that has this native handle now (0.1 us). REQUIRES: there is one.
+  // The id of the stream that has this native handle now (0.1 us); while the stream captures, one that
+  // is good for that capture only (id_in_capture()). REQUIRES: there is one.
   // Fails: kUnsupported before CUDA 12.
   virtual Result<StreamId> stream_id(std::uint64_t native) = 0;
 

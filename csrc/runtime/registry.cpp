@@ -112,10 +112,12 @@ void DeviceRegistry::empty_cache(Device& device) {
   const int in_a_row = soon ? device.emptied_in_a_row.fetch_add(1) + 1 : 0;
   if (!soon) device.emptied_in_a_row = 0;
   if (in_a_row >= kHabit && device.allocator->options().background) {
-    if (device.allocator->give_back_later().n > 0) background_.expect_returning(*device.allocator);
-  } else {
-    (void)device.allocator->trim({});
+    if (const auto marked = device.allocator->give_back_later()) {
+      if (marked->n > 0) background_.expect_returning(*device.allocator);
+      return;
+    }
   }
+  (void)device.allocator->trim({});
 }
 
 void DeviceRegistry::shut_down() {

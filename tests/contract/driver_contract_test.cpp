@@ -349,6 +349,25 @@ TEST_P(DriverContract, RecordIsRefusedWhileItsStreamCapturesAndLeavesTheCaptureV
   driver_->recycle(elsewhere.value());
 }
 
+TEST_P(DriverContract, AStreamHasANameOfItsOwnForAsLongAsItCaptures) {
+  const auto name = [&](StreamRef stream) {
+    const auto id = driver_->stream_id(stream.native);
+    EXPECT_TRUE(id.ok());
+    return id.ok() ? id.value() : StreamId{};
+  };
+  EXPECT_EQ(name(main_), main_.id);
+  device_->begin_capture(main_, CaptureMode::kGlobal);
+  const StreamId in_capture = name(main_);
+  EXPECT_NE(in_capture, main_.id);
+  EXPECT_EQ(name(main_), in_capture);
+  EXPECT_EQ(name(other_), other_.id);
+  EXPECT_TRUE(device_->end_capture(main_));
+  EXPECT_EQ(name(main_), main_.id);
+  device_->begin_capture(main_, CaptureMode::kGlobal);
+  EXPECT_NE(name(main_), in_capture);  // of another capture
+  EXPECT_TRUE(device_->end_capture(main_));
+}
+
 TEST_P(DriverContract, ARelaxedThreadMayDoEverythingDuringAGlobalCapture) {
   const EventId event = driver_->record(other_).value();
   device_->begin_capture(main_, CaptureMode::kGlobal);

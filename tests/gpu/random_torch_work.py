@@ -26,13 +26,21 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 # Kernels that are loaded at their first use take device memory then, 2 MiB at a time.
 os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 
 import gpumemx
 import torch
-from random_work.compare import MIB, History, Unexplained, rounded
+from random_work.compare import (
+    MIB,
+    History,
+    Unexplained,
+    rounded,
+    used_by_this_process,
+    used_on_device,
+)
 from random_work.graphs import Overhead
 from random_work.graphs import warm_up as warm_up_graphs
 from random_work.sharing import Consumer
@@ -48,6 +56,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--limit-mib", type=int, default=3000, help="live memory a thread")
+    parser.add_argument(
+        "--shared-card", action="store_true", help="other processes use the card meanwhile"
+    )
     parser.add_argument("--torch", action="store_true", help="torch's own allocator, to compare")
     parser.add_argument(
         "--with", dest="parts", default=",".join(PARTS), help="parts, or none; default: %(default)s"
@@ -64,12 +75,14 @@ def arguments() -> argparse.Namespace:
 class Comparisons:
     """What the main thread compares while all workers stand still."""
 
-    def __init__(self, workers: list[Worker], seed: int, overhead: Overhead | None) -> None:
+    def __init__(
+        self, workers: list[Worker], seed: int, overhead: Overhead | None, used: Callable[[], int]
+    ) -> None:
         self.workers = workers
         self.per_graph = 0 if overhead is None else overhead.per_graph
         self.history = History(seed)
         self.base = torch.cuda.memory_allocated()
-        self.unexplained = Unexplained()
+        self.unexplained = Unexplained(used)
         self.moments = 0
         self.wrong = 0
 
@@ -111,7 +124,8 @@ def run(args: argparse.Namespace, consumer: Consumer | None) -> int:
     deadline = time.monotonic() + args.minutes * 60
     plan = Plan(parts, deadline, gate, args.limit_mib * MIB, consumer)
     workers = [Worker(args.seed * 1000 + i, plan) for i in range(args.threads)]
-    compared = Comparisons(workers, args.seed, overhead)
+    used = used_by_this_process if args.shared_card else used_on_device
+    compared = Comparisons(workers, args.seed, overhead, used)
     for worker in workers:
         worker.start()
     try:

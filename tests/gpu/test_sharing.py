@@ -222,6 +222,7 @@ def keep_until_told(inbox: Any, outbox: Any) -> None:
         if message == "check":
             for tensor, seed in kept:
                 check(tensor, seed, "what was kept")
+                del tensor  # or the last one would outlive the drop
             outbox.put(len(kept))
         elif message == "drop":
             kept.clear()

@@ -798,8 +798,9 @@ class ProgramRunner {
 
   void maintain(const Op& op) {
     if (op.b % 8 == 0) {
-      const Bytes marked = allocator_->give_back_later();
-      if (allocator_->returning() != marked) fail("not all that was marked is returning");
+      const auto marked = allocator_->give_back_later();
+      if (marked && allocator_->returning() != *marked)
+        fail("not all that was marked is returning");
     }
     const CallerRoleScope background(CallerRole::kBackground);
     for (std::uint64_t n = op.a % 8 + 1; n > 0; --n) {

@@ -28,7 +28,7 @@ SimDriver& driver_of(int device) {
 }
 
 StreamInfo stream_of(int device, std::uint64_t native) {
-  return {{driver_of(device).stream_id(native).value(), native}, true};
+  return {driver_of(device).stream_with(native), /*permanent=*/true};
 }
 
 adapter::TorchAllocator& torch_allocator() { return *adapter::installed(); }

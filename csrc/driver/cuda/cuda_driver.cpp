@@ -417,12 +417,6 @@ Status CudaDriver::free(DeviceAddr address) {
 Result<EventId> CudaDriver::record(StreamRef stream) {
   const ContextScope scope(*this);
   if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
-  if (as_stream(stream) == CU_STREAM_PER_THREAD) {
-    // In each thread the name of another stream: elsewhere the event would be on the wrong one.
-    const Result<StreamId> id = stream_id(stream.native);
-    if (!id.ok()) return id.error();
-    if (id.value() != stream.id) return misuse("record", "the default stream of another thread");
-  }
   // Asked first: recorded in a capture, an event would become a node of somebody's graph.
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   CUresult r = cu_.stream_is_capturing(as_stream(stream), &status);
@@ -432,6 +426,12 @@ Result<EventId> CudaDriver::record(StreamRef stream) {
     return Error{Errc::kCaptureActive, {}, "CudaDriver::record: the stream is capturing"};
   }
   if (r != CUDA_SUCCESS) return fail("cuStreamIsCapturing", r);
+  if (as_stream(stream) == CU_STREAM_PER_THREAD) {
+    // In each thread the name of another stream: elsewhere the event would be on the wrong one.
+    const Result<StreamId> id = stream_id(stream.native);
+    if (!id.ok()) return id.error();
+    if (id.value() != stream.id) return misuse("record", "the default stream of another thread");
+  }
 
   CUevent event = nullptr;
   {
@@ -636,8 +636,16 @@ Result<StreamId> CudaDriver::stream_id(std::uint64_t native) {
   }
   const ContextScope scope(*this);
   if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  const auto stream = reinterpret_cast<CUstream>(native);
+  // Asked first: of a stream that captures cuStreamGetId() tells nothing (error 900).
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  cuuint64_t capture = 0;
+  CUresult r = cu_.stream_capture_info(stream, &status, &capture);
+  if (r == CUDA_SUCCESS && status != CU_STREAM_CAPTURE_STATUS_NONE) {
+    return id_in_capture(native, status == CU_STREAM_CAPTURE_STATUS_ACTIVE ? capture : 0);
+  }
   unsigned long long id = 0;
-  const CUresult r = cu_.stream_get_id(reinterpret_cast<CUstream>(native), &id);
+  r = cu_.stream_get_id(stream, &id);
   if (r != CUDA_SUCCESS) return fail("cuStreamGetId", r);
   return StreamId{id};
 }

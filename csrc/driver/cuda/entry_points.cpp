@@ -55,6 +55,9 @@ Result<EntryPoints> load() {
   if (cu.member == nullptr && missing == nullptr) missing = name;
   GPUMEMX_CUDA_FUNCTIONS(GPUMEMX_LOAD)
 #undef GPUMEMX_LOAD
+  cu.stream_capture_info = reinterpret_cast<decltype(cu.stream_capture_info)>(
+      find_cuda_function("cuStreamGetCaptureInfo", 10010));
+  if (cu.stream_capture_info == nullptr && missing == nullptr) missing = "cuStreamGetCaptureInfo";
   if (missing != nullptr) {
     return Error{Errc::kUnsupported, {}, std::string("the CUDA driver has no ") + missing};
   }

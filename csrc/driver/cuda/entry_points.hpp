@@ -56,6 +56,8 @@ struct EntryPoints {
   GPUMEMX_CUDA_FUNCTIONS(GPUMEMX_MEMBER)
 #undef GPUMEMX_MEMBER
   decltype(&::cuStreamGetId) stream_get_id = nullptr;  // null before CUDA 12.0
+  // cuStreamGetCaptureInfo as CUDA 10.1 had it: cuda.h names whichever came last.
+  CUresult(CUDAAPI* stream_capture_info)(CUstream, CUstreamCaptureStatus*, cuuint64_t*) = nullptr;
 };
 
 // Opens the driver on the first call and keeps it for the life of the process.

@@ -358,12 +358,18 @@ void SimDriver::let_go(HoldId hold) {
   streams_.catch_up();
 }
 
+StreamRef SimDriver::stream_with(std::uint64_t native) const {
+  MutexLock lock(mu_);
+  return {streams_.alive_with(native), native};
+}
+
 Result<StreamId> SimDriver::stream_id(std::uint64_t native) {
   if (is_shut_down_) return Error{Errc::kShuttingDown, {}, "stream_id"};
   MutexLock lock(mu_);
   const StreamId id = streams_.alive_with(native);
   if (id == StreamId{})
     return Error{Errc::kInvalidArgument, {}, "stream_id: no stream has this handle"};
+  if (const auto* capture = captures_.find(id)) return id_in_capture(native, capture->serial);
   return id;
 }
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,16 +26,31 @@ def returning() -> int:
     return 0 if ours is None else ours.paths(0)["returning_bytes"]
 
 
-def gone() -> tuple[int, bool]:
-    """What the device has given to others, in bytes; what is on its way back counts as ours.
+def used_on_device() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def used_by_this_process() -> int:
+    """As the management library says: for a card that other processes use meanwhile."""
+    import pynvml  # the package nvidia-ml-py
+
+    pynvml.nvmlInit()
+    device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(device)
+    (used,) = [p.usedGpuMemory for p in processes if p.pid == os.getpid()]
+    return int(used)
+
+
+def gone(used: Callable[[], int]) -> tuple[int, bool]:
+    """What is used besides what is reserved, in bytes; what is on its way back counts as reserved.
 
     The background thread may be giving memory back just now, and the counters are read one after
     the other: only three equal readings in a row count, 2 ms apart. False when there were none.
     """
     last, equal = None, 0
     for _ in range(200):
-        free, total = torch.cuda.mem_get_info()
-        others = total - free - torch.cuda.memory_reserved() - returning()
+        others = used() - torch.cuda.memory_reserved() - returning()
         equal = equal + 1 if others == last else 1
         if equal == 3:
             return others, True
@@ -49,15 +66,16 @@ class Unexplained:
     addresses or for graphs, would grow with the figures that are kept.
     """
 
-    def __init__(self) -> None:
-        self.others, settled = gone()
+    def __init__(self, used: Callable[[], int]) -> None:
+        self.used = used
+        self.others, settled = gone(used)
         self.unsettled = 0 if settled else 1
         self.least = self.most = 0
         self.largest = 0
         self.at_largest = ""
 
     def look(self, graphs: int) -> None:
-        others, settled = gone()
+        others, settled = gone(self.used)
         self.unsettled += not settled
         value = others - self.others
         self.least, self.most = min(self.least, value), max(self.most, value)

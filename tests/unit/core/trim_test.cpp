@@ -210,6 +210,30 @@ TEST_F(TrimTest, WhatIsMarkedAsReturningIsNotReservedAndCostsNoDriverCall) {
   EXPECT_EQ(allocator_->returning(), 64_MiB);
 }
 
+TEST_F(TrimTest, NothingIsMarkedWhileAReleasedPoolHasIdleMemory) {
+  const StreamInfo stream = permanent(main_);
+  const PoolId pool = allocator_->create_pool({});
+  const DeviceAddr in_use = alloc(32_MiB, stream, pool);
+  const DeviceAddr freed = alloc(48_MiB, stream, pool);
+  free(alloc(64_MiB));
+  EXPECT_EQ(allocator_->give_back_later(), 64_MiB);  // not released yet: its memory is its own
+  allocator_->release_pool(pool);
+  EXPECT_EQ(allocator_->give_back_later(), 64_MiB);  // all of it is in use
+  free(freed);
+  EXPECT_EQ(allocator_->give_back_later(), std::nullopt);
+  allocator_->trim({});
+  EXPECT_EQ(reserved(), 32_MiB);
+  EXPECT_EQ(allocator_->give_back_later(), 0_B);
+  free(in_use);
+}
+
+TEST_F(TrimTest, NothingIsMarkedWhileAHistoryIsRecorded) {
+  free(alloc(64_MiB));
+  allocator_->record_history(100);
+  EXPECT_EQ(allocator_->give_back_later(), std::nullopt);
+  EXPECT_EQ(allocator_->returning(), 0_B);
+}
+
 TEST_F(TrimTest, ARequestTakesReturningMemoryBack) {
   const DeviceAddr block = alloc(64_MiB);
   free(block);
