@@ -199,6 +199,9 @@ c10::DeviceIndex TorchAllocator::current_device() const {
 }
 
 c10::DataPtr TorchAllocator::allocate(std::size_t nbytes) {
+  constexpr std::size_t kExbibyte = std::size_t{1} << 60;  // the words and the limit are torch's
+  TORCH_CHECK_WITH(OutOfMemoryError, nbytes < kExbibyte,
+                   "CUDA out of memory. Tried to allocate more than 1EB memory.");
   const c10::DeviceIndex device = current_device();
   const c10::Device where(c10::kCUDA, device);
   if (C10_UNLIKELY(!isEnabled())) {

@@ -207,6 +207,7 @@ bool DeviceAllocator::take_back(DeviceAddr address, ClosedEpoch& own,
   stats.allocated_bytes.sub(small, block->size.n);
   if (books_.history.on()) note(EventKind::kFreeRequested, *block);
 
+  if (captures_.load(std::memory_order_relaxed) > 0) keep_in_place(*block);
   const bool in_pool = block->heap->set().is_private;
   Timeline* line = block->heap->set().timeline;
   line->note_free(block->size);

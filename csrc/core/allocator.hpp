@@ -439,6 +439,8 @@ class DeviceAllocator {
   // pools.cpp
   bool dissolve_released_pools() GPUMEMX_REQUIRES(work_mu_, mu_);
   bool dissolve(HeapSet& set, const PrivatePool* pool) GPUMEMX_REQUIRES(work_mu_, mu_);
+  void keep_in_place(const Block& block) GPUMEMX_REQUIRES(mu_);
+  bool keep_no_longer() GPUMEMX_REQUIRES(mu_);
   template <class Visit>
   void for_each_block_of(PoolId pool, Visit visit) const GPUMEMX_REQUIRES(mu_);
   Block* take_from_overflow_pools(const AllocRequest& request, Bytes size) GPUMEMX_REQUIRES(mu_);
@@ -514,7 +516,8 @@ class DeviceAllocator {
       nullptr;  // of the last request: mostly the next's too
   std::map<PoolId, PrivatePool> pools_ GPUMEMX_GUARDED_BY(mu_);
   std::uint64_t last_pool_ GPUMEMX_GUARDED_BY(mu_) = 0;
-  int overflow_pools_ GPUMEMX_GUARDED_BY(mu_) = 0;  // of them, with use_on_oom
+  int overflow_pools_ GPUMEMX_GUARDED_BY(mu_) = 0;           // of them, with use_on_oom
+  std::vector<std::uint32_t> kept_ GPUMEMX_GUARDED_BY(mu_);  // ids of handles
   std::vector<Returned> returned_ GPUMEMX_GUARDED_BY(mu_);
   std::vector<PendingBlock> pending_ GPUMEMX_GUARDED_BY(mu_);
   Bytes peak_live_ GPUMEMX_GUARDED_BY(mu_);  // the policy's own: torch's peak is reset by users

@@ -356,10 +356,11 @@ bool DeviceAllocator::make_room(const AllocRequest& request, int& attempt, bool&
     attempt = 2;
     const MutexLock work(work_mu_);
     const MutexLock lock(mu_);
+    const bool kept = keep_no_longer();
     const bool pools = dissolve_released_pools();
     // Plain segments can't be harvested; they only help by going away.
     const bool plain = captures_.load() == 0 && release_idle_plain({}).n > 0;
-    if (pools || plain) {
+    if (kept || pools || plain) {
       ++books_.stats.num_alloc_retries;
       return true;
     }

@@ -55,8 +55,45 @@ void DeviceAllocator::release_pool(PoolId pool) {
       closed.emplace_back(line, epoch);
     }
     if (planted(Fault::kPoolDissolvedEarly)) found->second.until.clear();
+    const bool is_last = std::none_of(pools_.begin(), pools_.end(),
+                                      [](const auto& entry) { return entry.second.users > 0; });
+    if (is_last) (void)keep_no_longer();
   }
   for (const auto& [line, epoch] : closed) record_fence(*line, epoch);
+}
+
+// --- memory that a capture has used and that was freed before its end
+//
+// The graph goes on using it at each replay. That is the program's mistake, mostly without effect: torch's
+// own allocator leaves the memory where it is, whoever has it by then. So it stays in place here too,
+// for others' requests there, until the cache is emptied, memory is short or no pool is in use any more.
+
+void DeviceAllocator::keep_in_place(const Block& block) {
+  const HeapSet& set = block.heap->set();
+  if (set.is_private) {
+    const auto pool = pools_.find(set.pool);
+    if (pool != pools_.end() && pool->second.users > 0) return;  // its memory stays anyway
+  }
+  for (DeviceAddr a = block.begin; a < block.end();) {
+    const Mapping* m = block.region->mapping_at(a);
+    a = m->end();
+    Handle* handle = m->handle;
+    if (handle->kept) continue;
+    handle->kept = handle->pinned = true;
+    kept_.push_back(handle->id);
+  }
+}
+
+bool DeviceAllocator::keep_no_longer() {
+  const bool any = !kept_.empty();
+  for (const std::uint32_t id : kept_) {
+    Handle* handle = books_.handles.find(id);
+    if (handle == nullptr || !handle->kept) continue;
+    handle->kept = false;
+    if (handle->home != nullptr) handle->home->heap->unpin(handle);
+  }
+  kept_.clear();
+  return any;
 }
 
 template <class Visit>
@@ -418,7 +455,9 @@ bool DeviceAllocator::dissolve(HeapSet& set, const PrivatePool* pool) {
           continue;
         }
         a = m->end();
-        if (m->is_home() && m->uses == 0 && is_complete(m->last_use)) idle.push_back(m->handle);
+        if (m->is_home() && m->uses == 0 && !m->handle->kept && is_complete(m->last_use)) {
+          idle.push_back(m->handle);
+        }
       }
     }
     for (Handle* handle : idle) {

@@ -116,6 +116,7 @@ struct Handle {
   std::uint32_t mark_place = 0;  // where the search saw it first
   std::uint32_t id = 0;
   bool pinned = false;    // in a private pool or a plain segment: never moved while that lives
+  bool kept = false;      // freed in a capture, whose graph may use it where it stands; pinned too
   bool small = false;     // counts as small in torch's statistics
   bool exported = false;  // the driver has a descriptor for it
   std::shared_ptr<const void> context;  // of what brought it to its home; only with a history

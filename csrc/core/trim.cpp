@@ -39,6 +39,7 @@ TrimReport DeviceAllocator::trim_cache(const TrimRequest& request) {
   poll();
   const MutexLock lock(mu_);
   const Bytes before = reserved();
+  if (captures_.load() == 0) (void)keep_no_longer();
   (void)release_doomed();
   Bytes target = request.target;
   if (request.pool) {

@@ -602,6 +602,46 @@ TEST_F(PoolsTest, ARecordedStreamThatCapturesHoldsABlockUntilTheCaptureEnds) {
   EXPECT_EQ(alloc(20_MiB, b_, pool), block);
 }
 
+TEST_F(PoolsTest, WhatIsFreedInACaptureStaysWhereItIsUntilTheCacheIsEmptied) {
+  const PoolId first = allocator_->create_pool({}), second = allocator_->create_pool({});
+  const DeviceAddr output = alloc(64_MiB, b_, first);
+  const DeviceAddr input = alloc(64_MiB, a_);
+  allocator_->release_pool(first);
+  gpu_.begin_capture(b_.ref, CaptureMode::kGlobal);
+  allocator_->begin_capture();
+  gpu_.launch(b_.ref, {writes({output, 64_MiB}, 7), writes({input, 64_MiB}, 8)});
+  gpu_.launch(b_.ref, {reads({output, 64_MiB}, 7), reads({input, 64_MiB}, 8)});
+  free({output, input});
+  const auto graph = gpu_.end_capture(b_.ref);
+  ASSERT_TRUE(graph.ok());
+  allocator_->end_capture();
+  alloc(64_MiB, b_);  // of neither
+  EXPECT_EQ(reserved(), 192_MiB);
+  gpu_.replay_graph(graph.value(), b_.ref);
+  gpu_.complete_all();
+  EXPECT_EQ(alloc(64_MiB, a_), input);  // but there it can be had
+  free(input);
+  allocator_->trim({});
+  EXPECT_EQ(reserved(), 64_MiB);
+  allocator_->release_pool(second);
+}
+
+TEST_F(PoolsTest, WhatIsFreedInACaptureGoesWhenMemoryIsShortOrNoPoolIsLeft) {
+  for (const bool is_short : {true, false}) {
+    const PoolId pool = allocator_->create_pool({});
+    const DeviceAddr input = alloc(2_GiB, a_);
+    allocator_->begin_capture();
+    free(input);
+    allocator_->end_capture();
+    if (!is_short) allocator_->release_pool(pool);
+    const DeviceAddr block = alloc(is_short ? 3_GiB : 2_GiB, b_);
+    EXPECT_LE(reserved(), 3_GiB);
+    free(block);
+    if (is_short) allocator_->release_pool(pool);
+    allocator_->trim({});
+  }
+}
+
 using PoolsDeathTest = PoolsTest;
 
 TEST_F(PoolsDeathTest, AbortsOnAPoolThatDoesNotExist) {
