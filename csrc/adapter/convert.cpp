@@ -24,7 +24,13 @@ void copy(const StatArray& from, c10::CachingAllocator::StatArray& to) {
 
 // Fields that not every torch has.
 template <class DeviceStats>
-void fill_newer(DeviceStats& out, const Stats& stats) {
+void fill_newer(DeviceStats& out, c10::DeviceIndex device, const Stats& stats,
+                const std::map<PoolId, StatArray>& reserved_by_pool) {
+  if constexpr (requires { out.reserved_bytes_by_private_pools; }) {
+    for (const auto& [pool, reserved] : reserved_by_pool) {
+      copy(reserved, out.reserved_bytes_by_private_pools[PoolNames::instance().of(device, pool)]);
+    }
+  }
   if constexpr (requires { out.num_oom_rejections; }) {
     out.num_oom_rejections = static_cast<std::int64_t>(stats.num_oom_rejections);
   }
@@ -32,7 +38,8 @@ void fill_newer(DeviceStats& out, const Stats& stats) {
 
 }  // namespace
 
-torch_alloc::DeviceStats to_torch(const Stats& stats) {
+torch_alloc::DeviceStats to_torch(c10::DeviceIndex device, const Stats& stats,
+                                  const std::map<PoolId, StatArray>& reserved_by_pool) {
   torch_alloc::DeviceStats out;
   copy(stats.allocation, out.allocation);
   copy(stats.segment, out.segment);
@@ -49,7 +56,7 @@ torch_alloc::DeviceStats to_torch(const Stats& stats) {
   out.num_device_alloc = static_cast<std::int64_t>(stats.num_device_alloc);
   out.num_device_free = static_cast<std::int64_t>(stats.num_device_free);
   out.max_split_size = -1;  // torch's own value for "not limited"
-  fill_newer(out, stats);
+  fill_newer(out, device, stats, reserved_by_pool);
   return out;
 }
 

@@ -6,6 +6,7 @@
 
 #include <c10/cuda/CUDACachingAllocator.h>
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -13,7 +14,9 @@
 
 namespace gpumemx::adapter {
 
-c10::cuda::CUDACachingAllocator::DeviceStats to_torch(const Stats& stats);
+c10::cuda::CUDACachingAllocator::DeviceStats to_torch(
+    c10::DeviceIndex device, const Stats& stats,
+    const std::map<PoolId, StatArray>& reserved_by_pool);
 
 std::vector<c10::cuda::CUDACachingAllocator::SegmentInfo> to_torch(c10::DeviceIndex device,
                                                                    const MemoryLayout& layout);

@@ -415,7 +415,8 @@ void TorchAllocator::emptyCache(c10::MempoolId_t pool) {
 
 torch_alloc::DeviceStats TorchAllocator::getDeviceStats(c10::DeviceIndex device) {
   const Device* d = devices_.if_open(device);
-  return d == nullptr ? torch_alloc::DeviceStats{} : to_torch(d->allocator->stats());
+  if (d == nullptr) return {};
+  return to_torch(device, d->allocator->stats(), d->allocator->reserved_by_pool());
 }
 
 void TorchAllocator::resetAccumulatedStats(c10::DeviceIndex device) {
@@ -663,8 +664,20 @@ torch_alloc::CheckpointDelta TorchAllocator::setCheckpointPoolState(
   TORCH_CHECK(pools_.in_use(device, checkpoint->id) == checkpoint->pool.pool,
               "setCheckpointPoolState: the memory pool of the checkpoint was released meanwhile");
   const Because because(history_, torch_alloc::RecordContext::STATE);
+  const bool profiled = c10::memoryProfilingEnabled();
+  const PoolCheckpoint before =
+      profiled ? core(device).checkpoint_pool(checkpoint->pool.pool) : PoolCheckpoint{};
   const auto restored = core(device).restore_pool(checkpoint->pool);
   TORCH_CHECK(restored.ok(), "setCheckpointPoolState: ", restored.error().where);
+  // All of what was live has gone and all of the checkpoint has come, as torch's own does it.
+  for (const auto& b : before.live) {
+    report(device, pointer_to(b.address), -static_cast<std::int64_t>(b.size.n));
+  }
+  if (C10_UNLIKELY(profiled)) {
+    for (const auto& b : checkpoint->pool.live) {
+      report(device, pointer_to(b.address), static_cast<std::int64_t>(b.size.n));
+    }
+  }
   torch_alloc::CheckpointDelta delta;
   for (const DeviceAddr a : restored.value().freed) delta.ptrs_freed.push_back(pointer_to(a));
   for (const DeviceAddr a : restored.value().allocated) {

@@ -296,14 +296,26 @@ Stats DeviceAllocator::stats() const {
   return now;
 }
 
+std::map<PoolId, StatArray> DeviceAllocator::reserved_by_pool() const {
+  MutexLock lock(mu_);
+  return books_.reserved_by_pool;
+}
+
 void DeviceAllocator::reset_peaks() {
   MutexLock lock(mu_);
   books_.stats.reset_peaks();
+  for (auto& [pool, reserved] : books_.reserved_by_pool) reserved.reset_peaks();
 }
 
 void DeviceAllocator::reset_accumulated() {
   MutexLock lock(mu_);
   books_.stats.reset_accumulated();
+  auto& reserved = books_.reserved_by_pool;
+  for (auto pool = reserved.begin(); pool != reserved.end();) {
+    const bool is_gone = !pools_.contains(pool->first);
+    pool->second.reset_accumulated();
+    pool = is_gone ? reserved.erase(pool) : std::next(pool);
+  }
 }
 
 }  // namespace gpumemx

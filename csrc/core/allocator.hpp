@@ -249,6 +249,8 @@ class DeviceAllocator {
   Bytes cap() const { return {cap_.load()}; }
 
   Stats stats() const GPUMEMX_EXCLUDES(mu_);
+  // What stands in each private pool. Of one that is gone: 0 now, the rest until reset_accumulated().
+  std::map<PoolId, StatArray> reserved_by_pool() const GPUMEMX_EXCLUDES(mu_);
   void reset_peaks() GPUMEMX_EXCLUDES(mu_);
   void reset_accumulated() GPUMEMX_EXCLUDES(mu_);
 

@@ -219,6 +219,7 @@ void Heap::add_segment(AddrRange range, Handle* handle) {
   handle->pinned = true;
   region->set_mapping({range.begin, round_up(range.size, kPage)}, mapping);
   books_.stats.segment.add(handle->small, 1);
+  count_in_pool(*handle, true);
   note(EventKind::kSegmentAlloc, range, *handle);
   region->first = region->last = add_block(region, range.begin, range.size, BlockState::kReady);
   link(region->first);
@@ -232,6 +233,7 @@ AddrRange Heap::drop_segment(Handle* handle) {
   books_.blocks.release(region->first);
   note(EventKind::kSegmentFree, range, *handle);
   books_.stats.segment.sub(handle->small, 1);
+  count_in_pool(*handle, false);
   books_.handles.remove_mapping(handle->home);
   handle->home = nullptr;
   std::erase(regions_, region);
@@ -285,6 +287,16 @@ void Heap::note(EventKind kind, AddrRange range, Handle& memory) const {
                        /*tag=*/0, memory.context});
 }
 
+void Heap::count_in_pool(const Handle& handle, bool comes) {
+  if (!set_.is_private) return;
+  StatArray& reserved = books_.reserved_by_pool[set_.pool];
+  if (comes) {
+    reserved.add(handle.small, handle.size().n);
+  } else {
+    reserved.sub(handle.small, handle.size().n);
+  }
+}
+
 void Heap::make_home(Mapping* alias) {
   Handle* handle = alias->handle;
   if (handle->home != nullptr) leave_home(handle);
@@ -298,6 +310,7 @@ void Heap::make_home(Mapping* alias) {
     handle->small = is_small(kind_);
     books_.stats.reserved_bytes.reclass(handle->small, handle->size().n);
   }
+  count_in_pool(*handle, true);
   Block* block = alias->region->block_covering(alias->begin, books_.blocks);
   set_free_state(isolate(block, alias->begin, alias->end()), BlockState::kReady);
   segment_changed(alias, true);
@@ -309,6 +322,7 @@ void Heap::leave_home(Handle* handle) {
   Block* block = home->region->block_covering(home->begin, heap.books_.blocks);
   Block* part = heap.isolate(block, home->begin, home->end());
   heap.segment_changed(home, false);
+  heap.count_in_pool(*handle, false);
   handle->home = nullptr;
   ++heap.books_.stats.dormant_aliases;
   heap.set_free_state(part, BlockState::kVoid);
@@ -351,6 +365,7 @@ void Heap::install(Block* filling, Handle* handle, DeviceAddr at) {
     handle->small = is_small(kind_);
     books_.stats.reserved_bytes.reclass(handle->small, handle->size().n);
   }
+  count_in_pool(*handle, true);
   segment_changed(mapping, true);
 }
 

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <array>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -34,6 +35,8 @@ struct Books {
   Slab<Block> blocks;
   HandlePool handles;
   Stats stats;
+  // Of each private pool; of one that is gone until reset_accumulated().
+  std::map<PoolId, StatArray> reserved_by_pool;
   History history;
 };
 
@@ -126,6 +129,7 @@ class Heap {
   void use(Block* block);
   void unuse(Block* block, const Stamp* stamp);
   void retire(Handle* handle);  // its last use ended
+  void count_in_pool(const Handle& handle, bool comes);
   void segment_changed(Mapping* mapping, bool comes);
   void note(EventKind kind, AddrRange range, Handle& memory) const;
 

@@ -351,11 +351,15 @@ std::optional<std::string> DeviceAllocator::validate() const {
   if (held != current(s.inactive_split_bytes)) return "inactive_split_bytes is not the held bytes";
 
   Bytes reserved, idle;
+  std::map<PoolId, Bytes> in_pools;
   std::uint64_t dormant = 0;
   const char* broken = nullptr;
   books_.handles.for_each([&](const Handle* h) {
     reserved += h->size();
     if (!h->busy()) idle += h->size();
+    if (h->home != nullptr && h->home->heap->set().is_private) {
+      in_pools[h->home->heap->set().pool] += h->size();
+    }
     std::uint32_t aliases = 0;
     for (const Mapping* m = h->aliases; m != nullptr; m = m->next_alias) {
       ++aliases;
@@ -369,6 +373,9 @@ std::optional<std::string> DeviceAllocator::validate() const {
   if (broken != nullptr) return broken;
   // While a request is inside the driver, what it works on is not in these sums.
   if (filling) return std::nullopt;
+  for (const auto& [pool, bytes] : books_.reserved_by_pool) {
+    if (current(bytes) != in_pools[pool]) return "a pool's reserved bytes are not its handles";
+  }
   if (dormant != s.dormant_aliases) return "the count of dormant aliases is wrong";
   if (reserved != current(s.reserved_bytes)) return "reserved_bytes is not the sum of the handles";
   if (live + pending + held + idle != reserved)

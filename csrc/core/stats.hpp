@@ -60,6 +60,12 @@ struct StatArray {
     part[to_small ? kSmall : kLarge].add(static_cast<std::int64_t>(n));
   }
   const Stat& all() const { return part[kAll]; }
+  void reset_peaks() {
+    for (Stat& s : part) s.peak = s.current;
+  }
+  void reset_accumulated() {
+    for (Stat& s : part) s.reset_accumulated();
+  }
 };
 
 // How often each way was taken, since the start.
@@ -111,14 +117,10 @@ struct Stats {
     }
   }
   void reset_peaks() {
-    for_each_array([](StatArray& a) {
-      for (Stat& s : a.part) s.peak = s.current;
-    });
+    for_each_array([](StatArray& a) { a.reset_peaks(); });
   }
   void reset_accumulated() {
-    for_each_array([](StatArray& a) {
-      for (Stat& s : a.part) s.reset_accumulated();
-    });
+    for_each_array([](StatArray& a) { a.reset_accumulated(); });
     num_alloc_retries = num_ooms = num_oom_rejections = num_sync_all_streams = num_device_alloc =
         num_device_free = 0;
   }

@@ -148,6 +148,23 @@ def test_a_pool_is_routed_to_once_at_a_time() -> None:
     )
 
 
+def test_what_each_pool_reserves_is_told() -> None:
+    run(
+        """
+        create(0, P, None)
+        with use(P): a = alloc(64 * MIB)
+        stats = C._cuda_memoryStats(0)
+        if "reserved_bytes_by_private_pools" in stats:  # from torch 2.13 on
+            of = lambda: C._cuda_memoryStats(0)["reserved_bytes_by_private_pools"][P]["all"]
+            assert of()["current"] == of()["peak"] == 64 * MIB, of()
+            free(a)
+            release(0, P)
+            C._cuda_emptyCache()
+            assert (of()["current"], of()["peak"]) == (0, 64 * MIB), of()
+        """
+    )
+
+
 def test_memory_of_a_pool_is_its_own_until_it_is_released() -> None:
     run(
         """

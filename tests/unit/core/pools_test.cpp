@@ -28,6 +28,31 @@ TEST_F(PoolsTest, EachPoolHasItsOwnMemory) {
   EXPECT_EQ(paths().private_blocks, 2u);
 }
 
+TEST_F(PoolsTest, CountsWhatEachPoolReserves) {
+  const PoolId one = allocator_->create_pool({}), plain = allocator_->create_pool({.plain = true});
+  free({alloc(64_MiB, a_, one), alloc(32_MiB, b_, one)});
+  const DeviceAddr small = alloc(512_B, a_, plain);
+  alloc(128_MiB);
+  const auto reserved_in = [&](PoolId pool) { return allocator_->reserved_by_pool().at(pool); };
+  EXPECT_EQ(allocator_->reserved_by_pool().size(), 2u);
+  EXPECT_EQ(reserved_in(one).all().current, 96 << 20);
+  EXPECT_EQ(reserved_in(one).part[StatArray::kLarge].current, 96 << 20);
+  EXPECT_EQ(reserved_in(plain).part[StatArray::kSmall].current, 2 << 20);
+  allocator_->release_pool(one);
+  allocator_->trim({});
+  EXPECT_EQ(reserved_in(one).all().current, 0);
+  EXPECT_EQ(reserved_in(one).all().peak, 96 << 20);
+  EXPECT_EQ(reserved_in(one).all().allocated, 96 << 20);
+  EXPECT_EQ(reserved_in(one).all().freed(), 96 << 20);
+  allocator_->reset_peaks();
+  EXPECT_EQ(reserved_in(one).all().peak, 0);
+  allocator_->reset_accumulated();
+  EXPECT_FALSE(allocator_->reserved_by_pool().contains(one));
+  EXPECT_EQ(reserved_in(plain).all().allocated, 0);
+  EXPECT_EQ(reserved_in(plain).all().current, 2 << 20);
+  free(small);
+}
+
 TEST_F(PoolsTest, MemoryIsReusedWithinThePoolAtTheSamePlace) {
   const PoolId pool = allocator_->create_pool({});
   const DeviceAddr first = alloc(64_MiB, a_, pool);
