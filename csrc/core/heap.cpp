@@ -178,6 +178,8 @@ Block* Heap::take(Block* ready, DeviceAddr at, Bytes size) {
 void Heap::give(Block* block, Stamp stamp) {
   unuse(block, &stamp);
   block->use.reset();
+  block->front.store(nullptr, std::memory_order_relaxed);
+  block->parked = false;
   set_free_state(block, BlockState::kReady);
 }
 
@@ -246,6 +248,7 @@ bool Heap::empty() const {
 void Heap::close() {
   for (Region* region : regions_) {
     unlink(region->first);
+    region->table(region->range.begin).clear_block(region->range.begin);
     books_.blocks.release(region->first);
     books_.arena.give_back(region);
   }

@@ -20,16 +20,19 @@
 // the home again without a driver call.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "base/cache_line.hpp"
 #include "base/units.hpp"
 #include "core/size_classes.hpp"
 #include "core/timeline.hpp"
 
 namespace gpumemx {
 
+class Front;
 class Heap;
 class IdleList;
 struct Handle;
@@ -61,21 +64,31 @@ struct BlockUse {
     if (!others.empty()) others = {};
     shared = false;
   }
+  // Nothing but numbers, so that a front may end this use and begin another.
+  bool is_plain() const { return others.empty() && context == nullptr && !shared; }
 };
 
-struct Block {
+// What a front touches comes first, on lines that no other block is on: blocks of two streams may be
+// neighbours in the slab.
+struct alignas(kCacheLine) Block {
   DeviceAddr begin;
   Bytes size;
+  // kLive: the front of its stream, if there is one. While it is set, only who holds the front's lock
+  // changes it, `parked`, `use` or `list_next`, and only with the allocator's lock as well does the
+  // block cease to be kLive.
+  std::atomic<Front*> front{nullptr};
+  Block* list_next = nullptr;  // kReady: the bin of the free index; kVoid: the heap's voids
+  Block* list_prev = nullptr;
+  std::uint32_t id = 0;
+  BlockState state = BlockState::kVoid;
+  bool parked = false;  // kLive to the heap, but the user has freed it (front.hpp)
+  BlockUse use;
+
   Block* prev = nullptr;  // neighbours in the region, by address
   Block* next = nullptr;
-  Block* list_prev = nullptr;  // kReady: the bin of the free index; kVoid: the heap's voids
-  Block* list_next = nullptr;
   Heap* heap = nullptr;
   Region* region = nullptr;
   Bytes held;  // kReady: bytes on handles that are in use, which therefore can't be given back
-  std::uint32_t id = 0;
-  BlockState state = BlockState::kVoid;
-  BlockUse use;
 
   void reset() {
     region = nullptr;  // the rest is written when the record is used again

@@ -138,6 +138,7 @@ std::optional<Result<SharedRange>> DeviceAllocator::share_as_it_is(DeviceAddr ad
 }
 
 Result<Block*> DeviceAllocator::block_in_use(DeviceAddr address) const {
+  { const AllFronts closed(*this); }  // what is parked is not in use
   const Region* region = books_.arena.region_of(address);
   Block* block = region == nullptr ? nullptr : region->block_covering(address, books_.blocks);
   if (block == nullptr || block->state != BlockState::kLive) {
@@ -523,6 +524,7 @@ std::optional<AllocResult> DeviceAllocator::allocate_at(const AllocRequest& requ
     const MutexLock work(work_mu_);
     poll();
     const MutexLock lock(mu_);
+    unpark_all();
     HeapSet& set = heap_set(request.stream, request.pool);
     Region* region = books_.arena.region_of(address);
     if (region == nullptr || &region->heap->set() != &set || size > region->range.end() - address) {

@@ -36,6 +36,12 @@ struct Stat {
     if (current > peak) peak = current;
   }
   void sub(std::int64_t n) { current -= n; }
+  // A run of increases, together `got`, and decreases: `now` in all, at most `top` on the way.
+  void add_run(std::int64_t now, std::int64_t top, std::int64_t got) {
+    if (current + top > peak) peak = current + top;
+    current += now;
+    allocated += got;
+  }
 
  private:
   std::int64_t current_at_reset_ = 0;
