@@ -181,8 +181,6 @@ AllocResult DeviceAllocator::allocate(const AllocRequest& request) {
   return std::move(*result);
 }
 
-bool DeviceAllocator::is_parkable(Bytes size) const { return size <= options_.small_limit; }
-
 // A hit in the heaps. REQUIRES: the set's front is locked.
 Block* DeviceAllocator::take_ready(HeapSet& set, Bytes size, ClosedEpoch& closed) {
   if (set.front == nullptr || set.front->is_empty()) return take_hit(set, size, HitWaste::kUsual);
@@ -297,7 +295,7 @@ bool DeviceAllocator::take_back(DeviceAddr address, ClosedEpoch& own,
   mu_.assert_held();
   Block* block = books_.arena.find(address, books_.blocks);
   if (block == nullptr || block->state != BlockState::kLive) return false;
-  const bool block_is_pending = !block->use.others.empty() && !planted(Fault::kPendingReused);
+  const bool block_is_pending = block->use.others != nullptr && !planted(Fault::kPendingReused);
   if (!count_freed(*block, block_is_pending)) return false;
   if (books_.history.on()) note(EventKind::kFreeRequested, *block);
 
@@ -308,7 +306,7 @@ bool DeviceAllocator::take_back(DeviceAddr address, ClosedEpoch& own,
   const Stamp freed{line, line->epoch()};
   if (block_is_pending) {
     PendingBlock pending{block, freed, {}};
-    for (Timeline* other : block->use.others) {
+    for (Timeline* other : *block->use.others) {
       other->note_free(block->size);
       const std::uint64_t epoch = other->advance();
       pending.until.push_back({other, epoch});
@@ -355,7 +353,8 @@ bool DeviceAllocator::record_stream(DeviceAddr address, const StreamInfo& stream
   Timeline& line = timeline(stream);
   if (&line == block->heap->set().timeline) return true;
   auto& others = block->use.others;
-  if (std::find(others.begin(), others.end(), &line) == others.end()) others.push_back(&line);
+  if (others == nullptr) others = std::make_unique<std::vector<Timeline*>>();
+  if (std::find(others->begin(), others->end(), &line) == others->end()) others->push_back(&line);
   return true;
 }
 

@@ -434,7 +434,7 @@ class DeviceAllocator {
   void count_in(Block& block, Front* front) GPUMEMX_REQUIRES(mu_);
   AllocResult hand_out(Block* block, const AllocRequest& request) GPUMEMX_REQUIRES(mu_);
   AllocResult hand_out_locked(Block* block, const AllocRequest& request) GPUMEMX_REQUIRES(mu_);
-  bool is_parkable(Bytes size) const;
+  bool is_parkable(Bytes size) const { return size <= options_.small_limit; }
   bool take_back(DeviceAddr address, ClosedEpoch& own, std::vector<ClosedEpoch>& others)
       GPUMEMX_REQUIRES(mu_);
   void complete_free(Block* block, Stamp freed) GPUMEMX_REQUIRES(mu_);
@@ -452,7 +452,13 @@ class DeviceAllocator {
   void unpark(HeapSet& set) GPUMEMX_REQUIRES(mu_);
   void unpark_all() GPUMEMX_REQUIRES(mu_);
   void let_count(Front& front) GPUMEMX_EXCLUDES(mu_);
-  void count_on(Front* front) GPUMEMX_REQUIRES(mu_);
+  // From now on `front` may count; with null, what is in the books is all there is, until mu_ is given
+  // back. REQUIRES: no front's lock is held.
+  void count_on(Front* front) GPUMEMX_REQUIRES(mu_) {
+    const bool may_already = front != nullptr && gate_.counts(*front);
+    if (!may_already) change_counting(front);
+  }
+  void change_counting(Front* front) GPUMEMX_REQUIRES(mu_);
   void fold(Front& front) GPUMEMX_REQUIRES(mu_);
   void fold_locked() GPUMEMX_REQUIRES(mu_);
   void add_in(const Tally& tally) GPUMEMX_REQUIRES(mu_);

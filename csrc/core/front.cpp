@@ -66,8 +66,8 @@ Front* DeviceAllocator::front_of(StreamId stream) const {
 
 // A block that is parked in the front of the request's stream, handed out; null for the long way.
 Block* DeviceAllocator::take_parked(const AllocRequest& request) {
-  if (gate_.reasons.load(std::memory_order_relaxed) != 0 || request.pool != kDefaultPool ||
-      request.size > kMaxRequest || request.context != nullptr) {
+  if (!is_parkable(request.size) || gate_.reasons.load(std::memory_order_relaxed) != 0 ||
+      request.pool != kDefaultPool || request.context != nullptr) {
     return nullptr;
   }
   const Bytes size = block_size(request.size);
@@ -99,7 +99,7 @@ bool DeviceAllocator::park(DeviceAddr address) {
   // Whether it still is what it was. What belongs to a front stays as it is while its lock is held.
   const bool is_live = block->front.load(std::memory_order_relaxed) == front && !block->parked &&
                        block->begin == address;
-  if (!is_live || !block->use.is_plain() || !front->park(block)) return false;
+  if (!is_live || !block->is_simple() || !front->park(block)) return false;
   front->tally.sub(block->size, block->use.requested);
   return true;
 }
@@ -136,16 +136,13 @@ void DeviceAllocator::let_count(Front& front) {
   letting_count_.fetch_sub(1);
 }
 
-// From now on `front` may count; with null, what is in the books is all there is, until mu_ is given
-// back. REQUIRES: no front's lock is held.
-void DeviceAllocator::count_on(Front* front) {
+void DeviceAllocator::change_counting(Front* front) {
   if (gate_.several.load(std::memory_order_relaxed)) {
-    if (front == nullptr) {
-      for (HeapSet* set : fronted_) set->front->mu.lock();
-      closings_left_ = 0;
-      fold_locked();
-      for (HeapSet* set : fronted_) set->front->mu.unlock();
-    }
+    if (front != nullptr) return;
+    for (HeapSet* set : fronted_) set->front->mu.lock();
+    closings_left_ = 0;
+    fold_locked();
+    for (HeapSet* set : fronted_) set->front->mu.unlock();
     return;
   }
   Front* before = gate_.counting.load(std::memory_order_relaxed);

@@ -57,7 +57,7 @@ class alignas(kCacheLine) Front {
     return block;
   }
 
-  // False when there is no room. REQUIRES: the block is of this front, its use is plain.
+  // False when there is no room. REQUIRES: the block is of this front, it is simple.
   bool park(Block* block) GPUMEMX_REQUIRES(mu) {
     const Bytes size = block->size;
     Bin& to = bin(size);

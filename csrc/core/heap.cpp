@@ -180,6 +180,7 @@ void Heap::give(Block* block, Stamp stamp) {
   block->use.reset();
   block->front.store(nullptr, std::memory_order_relaxed);
   block->parked = false;
+  block->shared = false;
   set_free_state(block, BlockState::kReady);
 }
 

@@ -53,19 +53,15 @@ struct BlockUse {
   Bytes requested;
   std::uint64_t tag = 0;                // the caller's; later features hang on it
   std::shared_ptr<const void> context;  // opaque; handed to the history
-  std::vector<Timeline*> others;        // streams recorded on it, besides its own
-  bool shared = false;                  // other processes may use its memory until it is freed
+  std::unique_ptr<std::vector<Timeline*>> others;  // streams recorded on it, besides its own
 
   // To nothing; most blocks carry nothing but numbers.
   void reset() {
     requested = {};
     tag = 0;
     if (context != nullptr) context.reset();
-    if (!others.empty()) others = {};
-    shared = false;
+    if (others != nullptr) others.reset();
   }
-  // Nothing but numbers, so that a front may end this use and begin another.
-  bool is_plain() const { return others.empty() && context == nullptr && !shared; }
 };
 
 // What a front touches comes first, on lines that no other block is on: blocks of two streams may be
@@ -82,6 +78,7 @@ struct alignas(kCacheLine) Block {
   std::uint32_t id = 0;
   BlockState state = BlockState::kVoid;
   bool parked = false;  // kLive to the heap, but the user has freed it (front.hpp)
+  bool shared = false;  // other processes may use its memory until it is freed
   BlockUse use;
 
   Block* prev = nullptr;  // neighbours in the region, by address
@@ -93,10 +90,15 @@ struct alignas(kCacheLine) Block {
   void reset() {
     region = nullptr;  // the rest is written when the record is used again
     use.reset();
+    shared = false;
   }
+  // Carries nothing but numbers, so that a front may end this use and begin another.
+  bool is_simple() const { return use.others == nullptr && use.context == nullptr && !shared; }
   DeviceAddr end() const { return begin + size; }
   bool is_free() const { return state == BlockState::kReady || state == BlockState::kVoid; }
 };
+
+static_assert(sizeof(void*) != 8 || sizeof(Block) == 2 * kCacheLine);
 
 struct Mapping {
   DeviceAddr begin;

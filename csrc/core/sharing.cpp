@@ -5,7 +5,7 @@
 //
 // Nothing keeps a shared handle in its place but the block itself: handles under a block in use are
 // never harvested, and torch frees a shared block only when every consumer has counted down (its
-// CudaIPCSentData holds the block until then). What is added here: BlockUse::shared, so that the
+// CudaIPCSentData holds the block until then). What is added here: Block::shared, so that the
 // memory of a shared block is not replaced when a neighbour is shared.
 #include "core/sharing.hpp"
 
@@ -161,9 +161,9 @@ DeviceAllocator::Backing DeviceAllocator::backing_of(const Block& block) const {
          b != nullptr && b->begin < mapping->end(); b = b->next) {
       if (b == &block || b->is_free()) continue;
       part.has_others = true;
-      part.fixed = part.fixed || (b->state == BlockState::kLive && b->use.shared);
+      part.fixed = part.fixed || (b->state == BlockState::kLive && b->shared);
     }
-    if (block.use.shared) part.fixed = true;  // its consumers have what is there now
+    if (block.shared) part.fixed = true;  // its consumers have what is there now
     parts.push_back(part);
     a = mapping->end();
   }
@@ -193,7 +193,7 @@ Result<SharedRange> DeviceAllocator::export_block(Block& block,
     handles.push_back(mapping->handle->driver);
     shared.handles.push_back({mapping->size(), -1});
   }
-  block.use.shared = true;
+  block.shared = true;
   const MutexUnlock driver_only(mu_);
   for (std::size_t i = 0; i < handles.size(); ++i) {
     const auto descriptor = driver_.export_handle(handles[i]);
