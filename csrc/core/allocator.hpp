@@ -459,6 +459,7 @@ class DeviceAllocator {
     if (!may_already) change_counting(front);
   }
   void change_counting(Front* front) GPUMEMX_REQUIRES(mu_);
+  void note_hits(Front& front) GPUMEMX_REQUIRES(mu_);
   void fold(Front& front) GPUMEMX_REQUIRES(mu_);
   void fold_locked() GPUMEMX_REQUIRES(mu_);
   void add_in(const Tally& tally) GPUMEMX_REQUIRES(mu_);

@@ -156,9 +156,15 @@ void DeviceAllocator::change_counting(Front* front) {
   gate_.counting.store(front, std::memory_order_relaxed);
 }
 
+void DeviceAllocator::note_hits(Front& front) {
+  const std::uint64_t hits = std::exchange(front.hits, 0);
+  books_.stats.paths.hits += hits;
+  books_.stats.paths.front_hits += hits;
+}
+
 // REQUIRES: it is the only front that counts, and locked.
 void DeviceAllocator::fold(Front& front) {
-  books_.stats.paths.hits += std::exchange(front.hits, 0);
+  note_hits(front);
   add_in(std::exchange(front.tally, {}));
 }
 
@@ -167,7 +173,7 @@ void DeviceAllocator::fold_locked() {
   Tally sum;
   for (HeapSet* set : fronted_) {
     sum += std::exchange(set->front->tally, {});
-    books_.stats.paths.hits += std::exchange(set->front->hits, 0);
+    note_hits(*set->front);
   }
   add_in(sum);
   if (gate_.several.load(std::memory_order_relaxed) && --closings_left_ <= 0) {

@@ -71,6 +71,7 @@ struct StatArray {
 // How often each way was taken, since the start.
 struct PathCounts {
   std::uint64_t hits = 0;             // free memory that was ready
+  std::uint64_t front_hits = 0;       // of them: blocks that were parked (front.hpp)
   std::uint64_t misses = 0;           // requests that needed more than that
   std::uint64_t holes = 0;            // misses served in a hole of the heap, not at its open end
   std::uint64_t created = 0;          // handles created
