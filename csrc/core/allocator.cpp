@@ -183,7 +183,10 @@ AllocResult DeviceAllocator::allocate(const AllocRequest& request) {
 
 // A hit in the heaps. REQUIRES: the set's front is locked.
 Block* DeviceAllocator::take_ready(HeapSet& set, Bytes size, ClosedEpoch& closed) {
-  if (set.front == nullptr || set.front->is_empty()) return take_hit(set, size, HitWaste::kUsual);
+  Front* front = set.front.get();
+  if (front == nullptr) return take_hit(set, size, HitWaste::kUsual);
+  front->mu.assert_held();
+  if (front->is_empty()) return take_hit(set, size, HitWaste::kUsual);
   // What is parked stays so where a small request does as well without it: else sizes that come by turns
   // would take their blocks from each other for ever.
   if (is_parkable(size)) {
@@ -224,6 +227,7 @@ void DeviceAllocator::count_in(Block& block, Front* front) {
     add_in(tally);
     return;
   }
+  front->mu.assert_held();
   front->tally.add(block.size, block.use.requested);
   if (is_parkable(block.size)) block.front.store(front, std::memory_order_release);
   if (gate_.several.load(std::memory_order_relaxed)) return;
@@ -270,6 +274,7 @@ bool DeviceAllocator::count_freed(Block& block, bool is_pending) {
   if (block.parked) return false;
   block.front.store(nullptr, std::memory_order_relaxed);
   if (front != nullptr && !is_pending) {
+    front->mu.assert_held();
     front->tally.sub(block.size, block.use.requested);
     set.timeline->note_reused(front->take_reused());
     // There was no room for it: what has been parked for longer makes room for the next.

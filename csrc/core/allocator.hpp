@@ -7,14 +7,16 @@
 // returned, and its memory goes to the next user on that stream at free(), whether or not the
 // queued work is done. Uses on other streams are announced with record_stream() before the free.
 //
-// Threads: every method may be called from any thread at any time. Two locks, always in this order:
+// Threads: every method may be called from any thread at any time. Locks, always in this order:
 //
 //   work_mu_  one thread at a time changes what memory stands where: misses, trimming, polling.
 //             Held across driver calls, but never while waiting for a stream or calling an observer.
-//   mu_       the books. Never held across a driver call. A hit and a free take only this one, so
-//             they go on while another thread's miss is inside the driver.
+//   mu_       the books. Never held across a driver call, so hits and frees go on while another
+//             thread's miss is inside the driver.
+//   Front::mu one a stream: all that a hit and a free of a small block mostly take. Several at once
+//             only by who holds mu_.
 //
-// See docs/design.md, "Locks" and "What happens on a miss".
+// See docs/design.md, "Locks", "The hit path" and "What happens on a miss".
 #pragma once
 
 #include <atomic>
@@ -251,6 +253,7 @@ class DeviceAllocator {
   void set_cap(Bytes cap) { cap_.store(cap.n); }
   Bytes cap() const { return {cap_.load()}; }
 
+  // Takes what is parked back into the heaps. Peaks: stats.hpp says when they are exact.
   Stats stats() const GPUMEMX_EXCLUDES(mu_);
   void reset_peaks() GPUMEMX_EXCLUDES(mu_);
   void reset_accumulated() GPUMEMX_EXCLUDES(mu_);
@@ -333,7 +336,8 @@ class DeviceAllocator {
   // Whether a request or a free may go the short way, through a front alone. All of it is read by every
   // one of them and written by hardly any.
   struct alignas(kCacheLine) Gate {
-    // For everybody to go the long way: a history, captures, pending blocks, the end. One each.
+    // For everybody to go the long way: a history, captures, pending blocks, memory that is short, the
+    // end. One each.
     std::atomic<int> reasons{0};
     // The one front that counts, or several; see front.cpp, "Figures".
     std::atomic<Front*> counting{nullptr};
@@ -349,17 +353,28 @@ class DeviceAllocator {
              several.load(std::memory_order_relaxed);
     }
   };
+  class FrontLocks {  // all of them, for a scope. REQUIRES: mu_ is held
+   public:
+    explicit FrontLocks(const std::vector<HeapSet*>& fronted) GPUMEMX_NO_TSA : fronted_(fronted) {
+      for (const HeapSet* set : fronted_) set->front->mu.lock();
+    }
+    ~FrontLocks() GPUMEMX_NO_TSA {
+      for (const HeapSet* set : fronted_) set->front->mu.unlock();
+    }
+    FrontLocks(const FrontLocks&) = delete;
+    FrontLocks& operator=(const FrontLocks&) = delete;
+
+   private:
+    const std::vector<HeapSet*>& fronted_;
+  };
   // All fronts, locked for a scope: what they have counted is in the books, and what was parked in them
   // is free memory. The allocator may be const: nobody can tell the difference.
   class AllFronts {
    public:
     explicit AllFronts(const DeviceAllocator& allocator) GPUMEMX_NO_TSA;  // REQUIRES: mu_ is held
-    ~AllFronts() GPUMEMX_NO_TSA;
-    AllFronts(const AllFronts&) = delete;
-    AllFronts& operator=(const AllFronts&) = delete;
 
    private:
-    DeviceAllocator& allocator_;
+    const FrontLocks locks_;
   };
   struct PrivatePool {
     PoolOptions options;
@@ -369,7 +384,7 @@ class DeviceAllocator {
     std::vector<Stamp> before;  // the last epoch of each stream that `until` covers
   };
   enum class HitWaste { kNone, kUsual, kAny };  // of idle memory, that a hit may make busy
-  struct ClosedEpoch {  // for which an event is to be recorded
+  struct ClosedEpoch {                          // for which an event is to be recorded
     Timeline* line = nullptr;
     std::uint64_t epoch = 0;
     bool in_pool = false;  // all that was freed since the last event is of private pools
@@ -442,6 +457,8 @@ class DeviceAllocator {
   void count_completed(const Block& block) GPUMEMX_REQUIRES(mu_);
   void note_pending() GPUMEMX_REQUIRES(mu_);
   void note_history() GPUMEMX_REQUIRES(mu_);
+  void note_tight() GPUMEMX_REQUIRES(mu_);
+  bool note_reason(bool& counted, bool is_one) GPUMEMX_REQUIRES(mu_);
   void note(EventKind kind, const Block& block) GPUMEMX_REQUIRES(mu_);
 
   // front.cpp
@@ -556,7 +573,7 @@ class DeviceAllocator {
   std::atomic<int> wanting_work_{0};  // allocating threads that wait for work_mu_ or hold it
 
   Gate gate_;
-  std::atomic<int> letting_count_{0};   // threads in let_count()
+  alignas(kCacheLine) std::atomic<int> letting_count_{0};  // threads in let_count()
   std::atomic<bool> is_inside_{false};  // one is in allocate() or free() and holds mu_
 
   Mutex work_mu_;
@@ -570,17 +587,18 @@ class DeviceAllocator {
       GPUMEMX_GUARDED_BY(work_mu_);  // to be closed after a capture
 
   mutable Mutex mu_;
-  Books books_ GPUMEMX_GUARDED_BY(mu_);
-  const AddrRange addresses_;  // the arena's, for owns()
-  const Arena& arena_;         // of the books, for Arena::find_unlocked()
+  alignas(kCacheLine) Books books_ GPUMEMX_GUARDED_BY(mu_);  // begins with what park() reads
+  const AddrRange addresses_;                                // the arena's, for owns()
+  const Arena& arena_;  // of the books, for Arena::find_unlocked()
   const Slab<Block>& records_;
   std::unordered_map<StreamId, std::unique_ptr<Timeline>> timelines_ GPUMEMX_GUARDED_BY(mu_);
   std::vector<Timeline*> timeline_list_ GPUMEMX_GUARDED_BY(mu_);  // in the order of first use
   std::unordered_map<SetKey, std::unique_ptr<HeapSet>, SetKeyHash> sets_ GPUMEMX_GUARDED_BY(mu_);
   std::vector<HeapSet*> default_sets_ GPUMEMX_GUARDED_BY(mu_);
   std::vector<HeapSet*> fronted_ GPUMEMX_GUARDED_BY(mu_);  // those with a front
-  int closings_left_ GPUMEMX_GUARDED_BY(mu_) = 0;  // until one front is to count again
-  bool history_is_on_ GPUMEMX_GUARDED_BY(mu_) = false;  // a reason of gate_
+  int closings_left_ GPUMEMX_GUARDED_BY(mu_) = 0;          // until one front is to count again
+  bool history_is_on_ GPUMEMX_GUARDED_BY(mu_) = false;  // reasons of gate_
+  bool is_tight_ GPUMEMX_GUARDED_BY(mu_) = false;
   std::size_t temporary_sets_ GPUMEMX_GUARDED_BY(mu_) =
       0;  // of them, on streams that are not permanent
   std::size_t temporary_limit_ GPUMEMX_GUARDED_BY(mu_) =

@@ -23,20 +23,17 @@ namespace gpumemx {
 
 namespace {
 
-constexpr int kClosings = 64;     // of all fronts, until it is tried again whether one counts at a time
+constexpr int kClosings =
+    64;  // of all fronts, until it is tried again whether one counts at a time
 constexpr std::size_t kTries = 4;  // places of Gate::fronts
 
 }  // namespace
 
 DeviceAllocator::AllFronts::AllFronts(const DeviceAllocator& allocator)
-    : allocator_(const_cast<DeviceAllocator&>(allocator)) {
-  for (HeapSet* set : allocator_.fronted_) set->front->mu.lock();
-  allocator_.fold_locked();
-  for (HeapSet* set : allocator_.fronted_) allocator_.unpark(*set);
-}
-
-DeviceAllocator::AllFronts::~AllFronts() {
-  for (HeapSet* set : allocator_.fronted_) set->front->mu.unlock();
+    : locks_(allocator.fronted_) {
+  auto& changed = const_cast<DeviceAllocator&>(allocator);
+  changed.fold_locked();
+  for (HeapSet* set : changed.fronted_) changed.unpark(*set);
 }
 
 // --- the short way
@@ -104,15 +101,28 @@ bool DeviceAllocator::park(DeviceAddr address) {
   return true;
 }
 
+// Whether that changed.
+bool DeviceAllocator::note_reason(bool& counted, bool is_one) {
+  if (counted == is_one) return false;
+  counted = is_one;
+  gate_.reasons.fetch_add(is_one ? 1 : -1);
+  return true;
+}
+
+// Near the capacity every block's place is chosen with all free memory in view.
+void DeviceAllocator::note_tight() { (void)note_reason(is_tight_, policy({}).tight()); }
+
 // --- parked memory
 
 // What is parked in the set's front becomes free memory of its heaps. It counts as freed now, which is
 // later than it was: never too early for whoever waits for its last use. REQUIRES: the front is locked.
 void DeviceAllocator::unpark(HeapSet& set) {
+  Front& front = *set.front;
+  front.mu.assert_held();
   Timeline* line = set.timeline;
   const Stamp freed{line, line->epoch()};
-  line->note_reused(set.front->take_reused());
-  set.front->take_all([&](Block* block) {
+  line->note_reused(front.take_reused());
+  front.take_all([&](Block* block) {
     line->note_free(block->size);
     block->heap->give(block, freed);
   });
@@ -139,10 +149,9 @@ void DeviceAllocator::let_count(Front& front) {
 void DeviceAllocator::change_counting(Front* front) {
   if (gate_.several.load(std::memory_order_relaxed)) {
     if (front != nullptr) return;
-    for (HeapSet* set : fronted_) set->front->mu.lock();
+    const FrontLocks locks(fronted_);
     closings_left_ = 0;
     fold_locked();
-    for (HeapSet* set : fronted_) set->front->mu.unlock();
     return;
   }
   Front* before = gate_.counting.load(std::memory_order_relaxed);
@@ -157,6 +166,7 @@ void DeviceAllocator::change_counting(Front* front) {
 }
 
 void DeviceAllocator::note_hits(Front& front) {
+  front.mu.assert_held();
   const std::uint64_t hits = std::exchange(front.hits, 0);
   books_.stats.paths.hits += hits;
   books_.stats.paths.front_hits += hits;
@@ -164,6 +174,7 @@ void DeviceAllocator::note_hits(Front& front) {
 
 // REQUIRES: it is the only front that counts, and locked.
 void DeviceAllocator::fold(Front& front) {
+  front.mu.assert_held();
   note_hits(front);
   add_in(std::exchange(front.tally, {}));
 }
@@ -172,8 +183,10 @@ void DeviceAllocator::fold(Front& front) {
 void DeviceAllocator::fold_locked() {
   Tally sum;
   for (HeapSet* set : fronted_) {
-    sum += std::exchange(set->front->tally, {});
-    note_hits(*set->front);
+    Front& front = *set->front;
+    front.mu.assert_held();
+    sum += std::exchange(front.tally, {});
+    note_hits(front);
   }
   add_in(sum);
   if (gate_.several.load(std::memory_order_relaxed) && --closings_left_ <= 0) {
@@ -189,8 +202,8 @@ void DeviceAllocator::add_in(const Tally& tally) {
       gate_.several.load(std::memory_order_relaxed) ? tally.requested_now() : tally.requested_top();
   const auto bytes = [](std::int64_t n) { return Bytes{static_cast<std::uint64_t>(n)}; };
   note_peak(bytes(stats.requested_bytes.all().current + requested), tally.requests());
-  interval_peak_ = std::max(interval_peak_,
-                            bytes(stats.allocated_bytes.all().current + tally.bytes_top()));
+  interval_peak_ =
+      std::max(interval_peak_, bytes(stats.allocated_bytes.all().current + tally.bytes_top()));
   tally.add_to(stats);
 }
 

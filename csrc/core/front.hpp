@@ -105,9 +105,9 @@ class alignas(kCacheLine) Front {
  private:
   static constexpr int kBinBits = 6;
   // A few blocks of any size, more while they are little together. What is parked is memory that other
-  // sizes do not find: with 63 blocks whatever their sizes, moe reserved 0.2 % more (docs/design.md).
-  static constexpr std::uint32_t kFew = 8;
-  static constexpr Bytes kMostBytes{1u << 20};
+  // sizes do not find (docs/design.md, "The hit path").
+  static constexpr std::uint32_t kFew = 12;
+  static constexpr Bytes kMostBytes{512u << 10};
   struct Bin {
     std::atomic<std::uint64_t> size{0};  // of the blocks in it; 0 while there are none
     Block* first = nullptr;

@@ -282,11 +282,7 @@ void DeviceAllocator::record_history(std::size_t capacity, History::Clock clock,
 // For the gate: events are written with the books locked. Nobody is on the short way any more, if the
 // history is on now, when this returns.
 void DeviceAllocator::note_history() {
-  const bool is_on = books_.history.on();
-  if (is_on == history_is_on_) return;
-  history_is_on_ = is_on;
-  gate_.reasons.fetch_add(is_on ? 1 : -1);
-  unpark_all();
+  if (note_reason(history_is_on_, books_.history.on())) unpark_all();
 }
 
 std::vector<HistoryEvent> DeviceAllocator::history(std::uint64_t until) const {

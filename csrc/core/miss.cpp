@@ -65,6 +65,7 @@ AllocResult DeviceAllocator::allocate_slow(const AllocRequest& request, Bytes si
       Served served = serve(set, size, request.size);
       if (served.block == nullptr) served.block = take_from_overflow_pools(request, size);
       if (served.block != nullptr) result = hand_out(served.block, request);
+      note_tight();
       error = std::move(served.error);
       leaves_work = !doomed_.empty() || !crowded_.empty();
     }
@@ -91,7 +92,8 @@ bool DeviceAllocator::refresh_capacity(bool only_if_tight) {
 }
 
 DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes requested) {
-  if (Block* block = take_hit(set, size, HitWaste::kUsual)) {  // another thread may have made room meanwhile
+  if (Block* block =
+          take_hit(set, size, HitWaste::kUsual)) {  // another thread may have made room meanwhile
     ++books_.stats.paths.hits;
     return {block, std::nullopt};
   }

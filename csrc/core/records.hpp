@@ -51,8 +51,8 @@ const char* to_string(BlockState state);
 // What the caller attached to a block. Empty for free blocks.
 struct BlockUse {
   Bytes requested;
-  std::uint64_t tag = 0;                // the caller's; later features hang on it
-  std::shared_ptr<const void> context;  // opaque; handed to the history
+  std::uint64_t tag = 0;                           // the caller's; later features hang on it
+  std::shared_ptr<const void> context;             // opaque; handed to the history
   std::unique_ptr<std::vector<Timeline*>> others;  // streams recorded on it, besides its own
 
   // To nothing; most blocks carry nothing but numbers.

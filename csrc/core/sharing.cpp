@@ -138,7 +138,9 @@ std::optional<Result<SharedRange>> DeviceAllocator::share_as_it_is(DeviceAddr ad
 }
 
 Result<Block*> DeviceAllocator::block_in_use(DeviceAddr address) const {
-  { const AllFronts closed(*this); }  // what is parked is not in use
+  {
+    const AllFronts closed(*this);
+  }  // what is parked is not in use
   const Region* region = books_.arena.region_of(address);
   Block* block = region == nullptr ? nullptr : region->block_covering(address, books_.blocks);
   if (block == nullptr || block->state != BlockState::kLive) {

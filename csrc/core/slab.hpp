@@ -14,6 +14,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/cache_line.hpp"
 #include "base/check.hpp"
 
 namespace gpumemx {
@@ -86,10 +87,11 @@ class Slab {
     }
   }
 
-  std::vector<std::unique_ptr<T[]>> chunks_;
-  // The same for at(): it never moves.
-  ZeroedArray<std::atomic<T*>> directory_ = zeroed<std::atomic<T*>>(kMostChunks);
-  std::vector<T*> free_;
+  // For at(), so on a line that hardly anybody writes to; never moves.
+  alignas(kCacheLine)
+      ZeroedArray<std::atomic<T*>> directory_ = zeroed<std::atomic<T*>>(kMostChunks);
+  std::vector<std::unique_ptr<T[]>> chunks_;  // the same
+  alignas(kCacheLine) std::vector<T*> free_;
 };
 
 }  // namespace gpumemx

@@ -10,6 +10,11 @@
 // allocated and requested differ only by rounding to 512 B. inactive_split is what is cached but
 // can't be given back, because something in use stands on the same handle. reserved_bytes counts
 // a handle once, however many aliases it has.
+//
+// Peaks are exact as long as one thread at a time allocates and frees on the device, whichever thread and
+// stream it is. While several do at once, the peaks of what blocks count (allocation, active, allocated,
+// active and requested bytes) lie between the true peak and the sum of the streams' own peaks. current,
+// allocated and freed are exact whatever threads do.
 #pragma once
 
 #include <array>

@@ -53,6 +53,7 @@ TrimReport DeviceAllocator::trim_cache(const TrimRequest& request) {
     dissolve_released_pools();
   }
   (void)release_idle(target);
+  note_tight();
 
   // A later phase of the program grows anew: up to its own peak, not to that of an earlier one.
   if (!request.pool && request.target.n == 0) {

@@ -24,8 +24,8 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kLongest{1500};
 constexpr int kThreads = 4;
 constexpr int kRounds = 20000;
-constexpr std::array kSizes{Bytes{512}, Bytes{1024}, Bytes{4096}, Bytes{20000}, Bytes{100000},
-                            Bytes{700000}};
+constexpr std::array kSizes{Bytes{512},   Bytes{1024},   Bytes{4096},
+                            Bytes{20000}, Bytes{100000}, Bytes{700000}};
 
 struct Held {
   DeviceAddr address;

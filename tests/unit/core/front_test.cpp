@@ -130,8 +130,8 @@ TEST_F(FrontTest, TheHistorySeesEveryEventFromItsBeginOn) {
   put(get(4_KiB));
   std::vector<EventKind> kinds;
   for (const HistoryEvent& e : allocator_->history()) kinds.push_back(e.kind);
-  EXPECT_EQ(kinds, (std::vector{EventKind::kAlloc, EventKind::kFreeRequested,
-                                EventKind::kFreeCompleted}));
+  EXPECT_EQ(kinds,
+            (std::vector{EventKind::kAlloc, EventKind::kFreeRequested, EventKind::kFreeCompleted}));
   allocator_->record_history(0);
   put(get(4_KiB));
   put(get(4_KiB));
