@@ -597,7 +597,7 @@ class DeviceAllocator {
   std::vector<HeapSet*> default_sets_ GPUMEMX_GUARDED_BY(mu_);
   std::vector<HeapSet*> fronted_ GPUMEMX_GUARDED_BY(mu_);  // those with a front
   int closings_left_ GPUMEMX_GUARDED_BY(mu_) = 0;          // until one front is to count again
-  bool history_is_on_ GPUMEMX_GUARDED_BY(mu_) = false;  // reasons of gate_
+  bool history_is_on_ GPUMEMX_GUARDED_BY(mu_) = false;     // reasons of gate_
   bool is_tight_ GPUMEMX_GUARDED_BY(mu_) = false;
   std::size_t temporary_sets_ GPUMEMX_GUARDED_BY(mu_) =
       0;  // of them, on streams that are not permanent
