@@ -3,8 +3,13 @@
 // What the allocator itself costs on the host, path by path. The device is simulated and charges
 // nothing to the clock that is measured, so driver time is not in these figures. Each benchmark holds
 // a counter that must not move: a path that is not the one meant would be measured otherwise.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <ctime>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/allocator.hpp"
@@ -45,6 +50,27 @@ TEST_CASE("a hit and its free") {
     REQUIRE(b.paths().misses == misses);
     REQUIRE(b.count(DriverCall::kCreate) == b.paths().created);
   }
+}
+
+// As training does it: the oldest block goes, one of another size comes.
+TEST_CASE("sizes that come by turns") {
+  const auto measure = [](const std::string& name, const std::vector<Bytes>& sizes,
+                          std::size_t alive) {
+    Bench b;
+    std::vector<DeviceAddr> live(alive);
+    std::size_t turn = 0;
+    const auto one = [&] {
+      DeviceAddr& slot = live[turn % alive];
+      if (slot.n != 0) b.allocator.free(slot);
+      slot = b.alloc(sizes[turn++ % sizes.size()]);
+    };
+    for (int i = 0; i < 20000; ++i) one();
+    const auto created = b.paths().created;
+    BENCHMARK("free + allocate, " + name) { one(); };
+    REQUIRE(b.paths().created == created);
+  };
+  measure("small, 64 alive", {512_B, 1_KiB, 4_KiB, 20000_B, 100000_B, 700000_B}, 64);
+  measure("large, 16 alive", {3_MiB, 8_MiB, 25_MiB, 64_MiB, 130_MiB}, 16);
 }
 
 // One block is freed and one of another size allocated, over and over, as many as a training step has.
@@ -116,6 +142,95 @@ TEST_CASE("a miss that harvests") {
   REQUIRE(allocator.stats().paths.harvested_other > harvested);
   REQUIRE(gpu.meter().count(DriverCall::kCreate) == creates);
   REQUIRE(gpu.reserved_bytes() == 64_MiB);
+}
+
+// --- threads. The time is the processor's, of the threads themselves: it says what a pair costs also
+// where there are more threads than cores. What they cost each other by waiting is not in it.
+
+double processor_ns() {
+  timespec t{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return static_cast<double>(t.tv_sec) * 1e9 + static_cast<double>(t.tv_nsec);
+}
+
+// The highest of the threads' times for a pair.
+double ns_a_pair(Bench& b, const std::vector<StreamInfo>& streams, int pairs) {
+  constexpr std::array kSizes{512_B, 1_KiB, 4_KiB, 20000_B, 100000_B, 700000_B};
+  std::vector<double> each(streams.size());
+  std::atomic<std::size_t> ready{0};
+  std::vector<std::thread> threads;
+  for (std::size_t t = 0; t < streams.size(); ++t) {
+    threads.emplace_back([&, t] {
+      std::array<DeviceAddr, 64> live{};
+      std::size_t turn = t;
+      const auto run = [&](int count) {
+        for (int i = 0; i < count; ++i, ++turn) {
+          DeviceAddr& slot = live[turn % live.size()];
+          if (slot.n != 0) b.allocator.free(slot);
+          slot = b.alloc(kSizes[turn % kSizes.size()], streams[t]);
+        }
+      };
+      run(pairs / 10);
+      for (ready.fetch_add(1); ready.load() < streams.size();) std::this_thread::yield();
+      const double begin = processor_ns();
+      run(pairs);
+      each[t] = (processor_ns() - begin) / pairs;
+      for (const DeviceAddr a : live) b.allocator.free(a);
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  return *std::max_element(each.begin(), each.end());
+}
+
+TEST_CASE("threads") {
+  for (const int count : {1, 4, 16}) {
+    for (const bool one_stream : {false, true}) {
+      Bench b;
+      std::vector<StreamInfo> streams(static_cast<std::size_t>(count), b.main);
+      for (StreamInfo& stream : streams) {
+        if (!one_stream) stream = {b.gpu.new_stream(), true};
+      }
+      const double ns = ns_a_pair(b, streams, 100000);
+      WARN(count << " threads, " << (one_stream ? "one stream" : "own streams") << ": " << ns
+                 << " ns of processor time a pair");
+      const PathCounts paths = b.paths();
+      REQUIRE(paths.misses < 100 * streams.size());
+      REQUIRE(paths.hits + paths.misses == streams.size() * 110000);
+    }
+  }
+}
+
+// One thread allocates, another one frees; each waits for the other, outside of the time.
+TEST_CASE("frees by another thread") {
+  Bench b;
+  constexpr int kRounds = 2000;
+  std::array<DeviceAddr, 64> blocks{};
+  std::atomic<int> round{0};  // even: blocks are wanted; odd: they are there
+  const auto wait_for = [&](int value) {
+    while (round.load(std::memory_order_acquire) != value) std::this_thread::yield();
+  };
+  double freeing = 0, allocating = 0;
+  std::thread other([&] {
+    for (int i = 0; i < kRounds; ++i) {
+      wait_for(2 * i + 1);
+      const double begin = processor_ns();
+      for (const DeviceAddr a : blocks) b.allocator.free(a);
+      freeing += processor_ns() - begin;
+      round.fetch_add(1, std::memory_order_release);
+    }
+  });
+  for (int i = 0; i < kRounds; ++i) {
+    const double begin = processor_ns();
+    for (DeviceAddr& a : blocks) a = b.alloc(4_KiB);
+    allocating += processor_ns() - begin;
+    round.fetch_add(1, std::memory_order_release);
+    wait_for(2 * i + 2);
+  }
+  other.join();
+  constexpr double kBlocks = 64.0 * kRounds;
+  WARN("allocate " << allocating / kBlocks << " ns, free by another thread " << freeing / kBlocks
+                   << " ns");
+  REQUIRE(b.paths().misses == 1);
 }
 
 TEST_CASE("record_stream") {

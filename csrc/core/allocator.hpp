@@ -7,14 +7,16 @@
 // returned, and its memory goes to the next user on that stream at free(), whether or not the
 // queued work is done. Uses on other streams are announced with record_stream() before the free.
 //
-// Threads: every method may be called from any thread at any time. Two locks, always in this order:
+// Threads: every method may be called from any thread at any time. Locks, always in this order:
 //
 //   work_mu_  one thread at a time changes what memory stands where: misses, trimming, polling.
 //             Held across driver calls, but never while waiting for a stream or calling an observer.
-//   mu_       the books. Never held across a driver call. A hit and a free take only this one, so
-//             they go on while another thread's miss is inside the driver.
+//   mu_       the books. Never held across a driver call, so hits and frees go on while another
+//             thread's miss is inside the driver.
+//   Front::mu one a stream: all that a hit and a free of a small block mostly take. Several at once
+//             only by who holds mu_.
 //
-// See docs/design.md, "Locks" and "What happens on a miss".
+// See docs/design.md, "Locks", "The hit path" and "What happens on a miss".
 #pragma once
 
 #include <atomic>
@@ -28,6 +30,7 @@
 #include <vector>
 
 #include "base/mutex.hpp"
+#include "core/front.hpp"
 #include "core/heap.hpp"
 #include "core/miss_plan.hpp"
 #include "core/observer.hpp"
@@ -194,7 +197,10 @@ class DeviceAllocator {
 
   // Between the two, no request waits, no plain memory is freed. May nest. end_capture() comes after
   // the driver's end of the capture and before its stream is destroyed.
-  void begin_capture() { captures_.fetch_add(1); }
+  void begin_capture() {
+    captures_.fetch_add(1);
+    gate_.reasons.fetch_add(1);
+  }
   void end_capture() GPUMEMX_EXCLUDES(work_mu_, mu_);
 
   // --- other processes and other devices (sharing.cpp)
@@ -248,6 +254,7 @@ class DeviceAllocator {
   void set_cap(Bytes cap) { cap_.store(cap.n); }
   Bytes cap() const { return {cap_.load()}; }
 
+  // Takes what is parked back into the heaps. Peaks: stats.hpp says when they are exact.
   Stats stats() const GPUMEMX_EXCLUDES(mu_);
   // What stands in each private pool. Of one that is gone: 0 now, the rest until reset_accumulated().
   std::map<PoolId, StatArray> reserved_by_pool() const GPUMEMX_EXCLUDES(mu_);
@@ -296,7 +303,10 @@ class DeviceAllocator {
   void remove_observer(Observer* observer) GPUMEMX_EXCLUDES(mu_);
 
   // The process is exiting: from now on no driver call is made, and frees are ignored.
-  void shut_down() { shut_down_.store(true); }
+  void shut_down() {
+    shut_down_.store(true);
+    gate_.reasons.fetch_add(1);
+  }
 
   const Options& options() const { return options_; }
 
@@ -313,6 +323,7 @@ class DeviceAllocator {
 
  private:
   static constexpr std::size_t kTemporarySets = 16;
+  static constexpr std::int64_t kSettlingRequests = 1024;  // note_peak()
 
   struct SetKey {
     PoolId pool;
@@ -325,6 +336,49 @@ class DeviceAllocator {
              static_cast<std::size_t>(k.stream);
     }
   };
+  // Whether a request or a free may go the short way, through a front alone. All of it is read by every
+  // one of them and written by hardly any.
+  struct alignas(kCacheLine) Gate {
+    // For everybody to go the long way: a history, captures, pending blocks, memory that is short, the
+    // end. One each.
+    std::atomic<int> reasons{0};
+    // The one front that counts, or several; see front.cpp, "Figures".
+    std::atomic<Front*> counting{nullptr};
+    std::atomic<bool> several{false};
+    // By the low bits of the stream's number; where that is taken, one of the next places.
+    std::array<std::atomic<Front*>, 256> fronts{};
+
+    bool lets(const Front& front) const {
+      return reasons.load(std::memory_order_relaxed) == 0 && counts(front);
+    }
+    bool counts(const Front& front) const {
+      return counting.load(std::memory_order_relaxed) == &front ||
+             several.load(std::memory_order_relaxed);
+    }
+  };
+  class FrontLocks {  // all of them, for a scope. REQUIRES: mu_ is held
+   public:
+    explicit FrontLocks(const std::vector<HeapSet*>& fronted) GPUMEMX_NO_TSA : fronted_(fronted) {
+      for (const HeapSet* set : fronted_) set->front->mu.lock();
+    }
+    ~FrontLocks() GPUMEMX_NO_TSA {
+      for (const HeapSet* set : fronted_) set->front->mu.unlock();
+    }
+    FrontLocks(const FrontLocks&) = delete;
+    FrontLocks& operator=(const FrontLocks&) = delete;
+
+   private:
+    const std::vector<HeapSet*>& fronted_;
+  };
+  // All fronts, locked for a scope: what they have counted is in the books, and what was parked in them
+  // is free memory. The allocator may be const: nobody can tell the difference.
+  class AllFronts {
+   public:
+    explicit AllFronts(const DeviceAllocator& allocator) GPUMEMX_NO_TSA;  // REQUIRES: mu_ is held
+
+   private:
+    const FrontLocks locks_;
+  };
   struct PrivatePool {
     PoolOptions options;
     int users = 1;
@@ -332,7 +386,8 @@ class DeviceAllocator {
     std::vector<Stamp> until;   // after the last release: when its memory may move on
     std::vector<Stamp> before;  // the last epoch of each stream that `until` covers
   };
-  struct ClosedEpoch {  // for which an event is to be recorded
+  enum class HitWaste { kNone, kUsual, kAny };  // of idle memory, that a hit may make busy
+  struct ClosedEpoch {                          // for which an event is to be recorded
     Timeline* line = nullptr;
     std::uint64_t epoch = 0;
     bool in_pool = false;  // all that was freed since the last event is of private pools
@@ -387,17 +442,47 @@ class DeviceAllocator {
   Timeline& timeline(const StreamInfo& stream) GPUMEMX_REQUIRES(mu_);
   void list(Timeline& line) GPUMEMX_REQUIRES(mu_);
   Policy policy(Bytes more) const GPUMEMX_REQUIRES(mu_);
-  void note_peak(Bytes live) GPUMEMX_REQUIRES(mu_);
+  void note_peak(Bytes live, std::int64_t requests) GPUMEMX_REQUIRES(mu_);
   Bytes reserved() const GPUMEMX_REQUIRES(mu_) {
     return {static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
   }
   bool wants_plain(const HeapSet& set) const GPUMEMX_REQUIRES(mu_);
-  Block* take_hit(HeapSet& set, Bytes size, bool any_waste) GPUMEMX_REQUIRES(mu_);
+  Block* take_hit(HeapSet& set, Bytes size, HitWaste waste) GPUMEMX_REQUIRES(mu_);
+  Block* take_ready(HeapSet& set, Bytes size, ClosedEpoch& closed) GPUMEMX_REQUIRES(mu_);
+  void count_in(Block& block, Front* front) GPUMEMX_REQUIRES(mu_);
   AllocResult hand_out(Block* block, const AllocRequest& request) GPUMEMX_REQUIRES(mu_);
+  AllocResult hand_out_locked(Block* block, const AllocRequest& request) GPUMEMX_REQUIRES(mu_);
+  bool is_parkable(Bytes size) const { return size <= options_.small_limit; }
   bool take_back(DeviceAddr address, ClosedEpoch& own, std::vector<ClosedEpoch>& others)
       GPUMEMX_REQUIRES(mu_);
   void complete_free(Block* block, Stamp freed) GPUMEMX_REQUIRES(mu_);
+  bool count_freed(Block& block, bool is_pending) GPUMEMX_REQUIRES(mu_);
+  void count_completed(const Block& block) GPUMEMX_REQUIRES(mu_);
+  void note_pending() GPUMEMX_REQUIRES(mu_);
+  void note_history() GPUMEMX_REQUIRES(mu_);
+  void note_tight() GPUMEMX_REQUIRES(mu_);
+  bool note_reason(bool& counted, bool is_one) GPUMEMX_REQUIRES(mu_);
   void note(EventKind kind, const Block& block) GPUMEMX_REQUIRES(mu_);
+
+  // front.cpp
+  void add_front(HeapSet& set) GPUMEMX_REQUIRES(mu_);
+  Front* front_of(StreamId stream) const;
+  Block* take_parked(const AllocRequest& request) GPUMEMX_EXCLUDES(mu_);
+  bool park(DeviceAddr address) GPUMEMX_EXCLUDES(mu_);
+  void unpark(HeapSet& set) GPUMEMX_REQUIRES(mu_);
+  void unpark_all() GPUMEMX_REQUIRES(mu_);
+  void let_count(Front& front) GPUMEMX_EXCLUDES(mu_);
+  // From now on `front` may count; with null, what is in the books is all there is, until mu_ is given
+  // back. REQUIRES: no front's lock is held.
+  void count_on(Front* front) GPUMEMX_REQUIRES(mu_) {
+    const bool may_already = front != nullptr && gate_.counts(*front);
+    if (!may_already) change_counting(front);
+  }
+  void change_counting(Front* front) GPUMEMX_REQUIRES(mu_);
+  void note_hits(Front& front) GPUMEMX_REQUIRES(mu_);
+  void fold(Front& front) GPUMEMX_REQUIRES(mu_);
+  void fold_locked() GPUMEMX_REQUIRES(mu_);
+  void add_in(const Tally& tally) GPUMEMX_REQUIRES(mu_);
 
   // miss.cpp
   AllocResult allocate_slow(const AllocRequest& request, Bytes size)
@@ -493,6 +578,10 @@ class DeviceAllocator {
   std::atomic<std::size_t> pending_count_{0};
   std::atomic<int> wanting_work_{0};  // allocating threads that wait for work_mu_ or hold it
 
+  Gate gate_;
+  alignas(kCacheLine) std::atomic<int> letting_count_{0};  // threads in let_count()
+  std::atomic<bool> is_inside_{false};  // one is in allocate() or free() and holds mu_
+
   Mutex work_mu_;
   CandidateSearch search_ GPUMEMX_GUARDED_BY(work_mu_);
   int vm_failures_ GPUMEMX_GUARDED_BY(work_mu_) = 0;
@@ -504,12 +593,18 @@ class DeviceAllocator {
       GPUMEMX_GUARDED_BY(work_mu_);  // to be closed after a capture
 
   mutable Mutex mu_;
-  Books books_ GPUMEMX_GUARDED_BY(mu_);
-  const AddrRange addresses_;  // the arena's, for owns()
+  alignas(kCacheLine) Books books_ GPUMEMX_GUARDED_BY(mu_);  // begins with what park() reads
+  const AddrRange addresses_;                                // the arena's, for owns()
+  const Arena& arena_;  // of the books, for Arena::find_unlocked()
+  const Slab<Block>& records_;
   std::unordered_map<StreamId, std::unique_ptr<Timeline>> timelines_ GPUMEMX_GUARDED_BY(mu_);
   std::vector<Timeline*> timeline_list_ GPUMEMX_GUARDED_BY(mu_);  // in the order of first use
   std::unordered_map<SetKey, std::unique_ptr<HeapSet>, SetKeyHash> sets_ GPUMEMX_GUARDED_BY(mu_);
   std::vector<HeapSet*> default_sets_ GPUMEMX_GUARDED_BY(mu_);
+  std::vector<HeapSet*> fronted_ GPUMEMX_GUARDED_BY(mu_);  // those with a front
+  int closings_left_ GPUMEMX_GUARDED_BY(mu_) = 0;          // until one front is to count again
+  bool history_is_on_ GPUMEMX_GUARDED_BY(mu_) = false;     // reasons of gate_
+  bool is_tight_ GPUMEMX_GUARDED_BY(mu_) = false;
   std::size_t temporary_sets_ GPUMEMX_GUARDED_BY(mu_) =
       0;  // of them, on streams that are not permanent
   std::size_t temporary_limit_ GPUMEMX_GUARDED_BY(mu_) =
@@ -524,7 +619,7 @@ class DeviceAllocator {
   std::vector<PendingBlock> pending_ GPUMEMX_GUARDED_BY(mu_);
   Bytes peak_live_ GPUMEMX_GUARDED_BY(mu_);  // the policy's own: torch's peak is reset by users
   Bytes peak_at_mark_ GPUMEMX_GUARDED_BY(mu_);
-  std::uint32_t requests_since_mark_ GPUMEMX_GUARDED_BY(mu_) = 0;
+  std::int64_t requests_since_mark_ GPUMEMX_GUARDED_BY(mu_) = 0;
   bool has_settled_ GPUMEMX_GUARDED_BY(mu_) = false;
   Bytes interval_peak_ GPUMEMX_GUARDED_BY(mu_);
   Bytes device_capacity_ GPUMEMX_GUARDED_BY(mu_){~0ull};  // reserved + free when last asked

@@ -10,13 +10,6 @@ namespace gpumemx {
 
 namespace {
 
-template <class T>
-T* zeroed(std::size_t count) {
-  T* memory = static_cast<T*>(std::calloc(count, sizeof(T)));
-  GPUMEMX_CHECK(memory != nullptr, "the host has no memory left for the allocator's tables");
-  return memory;
-}
-
 std::size_t words(std::size_t bits) { return (bits + 63) / 64; }
 
 }  // namespace
@@ -36,14 +29,15 @@ PageTable::PageTable(DeviceAddr base, Bytes size)
     : base_(base), granules_(size.n / kGranule.n), blocks_(zeroed<std::uint32_t>(granules_)) {
   std::size_t bits = granules_;
   for (auto& level : begins_) {
-    level.reset(zeroed<std::uint64_t>(words(bits)));
+    level = zeroed<std::uint64_t>(words(bits));
     bits = words(bits);
   }
 }
 
 void PageTable::set_block(DeviceAddr at, std::uint32_t block_id) {
   std::size_t bit = granule(at);
-  blocks_[bit] = block_id;
+  // Whoever finds the number without a lock finds the record that was written before.
+  std::atomic_ref(blocks_[bit]).store(block_id, std::memory_order_release);
   for (auto& level : begins_) {
     std::uint64_t& word = level[bit / 64];
     const bool was_empty = word == 0;
@@ -55,7 +49,7 @@ void PageTable::set_block(DeviceAddr at, std::uint32_t block_id) {
 
 void PageTable::clear_block(DeviceAddr at) {
   std::size_t bit = granule(at);
-  blocks_[bit] = 0;
+  std::atomic_ref(blocks_[bit]).store(0, std::memory_order_relaxed);
   for (auto& level : begins_) {
     std::uint64_t& word = level[bit / 64];
     word &= ~(1ull << (bit % 64));
@@ -86,29 +80,58 @@ std::uint32_t PageTable::last_block_at_or_before(DeviceAddr at) const {
   return 0;
 }
 
-Region::Region(AddrRange addresses, Heap* owner, bool is_plain)
+PageTable* TablePool::take(DeviceAddr base) {
+  if (spare_.empty()) {
+    tables_.push_back(std::make_unique<PageTable>(base, kSlot));
+    return tables_.back().get();
+  }
+  PageTable* table = spare_.back();
+  spare_.pop_back();
+  table->move_to(base);
+  return table;
+}
+
+Region::Region(AddrRange addresses, Heap* owner, TableSlot* slots, TablePool* pool)
     : range(addresses),
       heap(owner),
-      mapped_end(is_plain ? range.end() : range.begin),
-      plain(is_plain),
-      tables(is_plain ? 1 : range.size.n / kSlot.n),
+      mapped_end(range.begin),
+      pages(zeroed<Mapping*>(range.size.n / kPage.n)),
+      slots_(slots),
+      pool_(pool) {}
+
+Region::Region(AddrRange addresses, Heap* owner)
+    : range(addresses),
+      heap(owner),
+      mapped_end(range.end()),
+      plain(true),
       pages(zeroed<Mapping*>((range.size.n + kPage.n - 1) / kPage.n)) {}
 
 PageTable& Region::table(DeviceAddr a) {
   const std::size_t i = index(a);
-  if (tables[i] == nullptr) {
-    tables[i] = plain ? std::make_unique<PageTable>(range.begin, round_up(range.size, kGranule))
-                      : std::make_unique<PageTable>(range.begin + kSlot * i, kSlot);
+  if (PageTable* table = table_at(i)) return *table;
+  if (plain) {
+    own_table_ = std::make_unique<PageTable>(range.begin, round_up(range.size, kGranule));
+    return *own_table_;
   }
-  return *tables[i];
+  PageTable* table = pool_->take(range.begin + kSlot * i);
+  slots_[i].store(table, std::memory_order_release);
+  return *table;
+}
+
+void Region::drop_tables() {
+  for (std::size_t i = 0; i < range.size.n / kSlot.n; ++i) {
+    PageTable* table = slots_[i].exchange(nullptr);
+    if (table != nullptr) pool_->give_back(table);
+  }
 }
 
 Block* Region::block_covering(DeviceAddr a, const Slab<Block>& blocks) const {
   for (std::size_t i = index(a) + 1; i-- > 0;) {
-    if (tables[i] == nullptr) continue;
+    const PageTable* table = table_at(i);
+    if (table == nullptr) continue;
     const DeviceAddr slot_last = range.begin + kSlot * (i + 1) - kGranule;
     const DeviceAddr from = plain || a < slot_last ? a : slot_last;
-    if (const std::uint32_t id = tables[i]->last_block_at_or_before(from); id != 0) {
+    if (const std::uint32_t id = table->last_block_at_or_before(from); id != 0) {
       return blocks.at(id);
     }
   }
@@ -122,6 +145,7 @@ Arena::Arena(DeviceDriver& driver, Bytes size) : driver_(driver) {
     if (range.ok()) {
       range_ = range.value();
       slots_.resize(range_.size.n / kSlot.n, nullptr);
+      table_slots_ = std::make_unique<TableSlot[]>(slots_.size());
       return;
     }
     if (range.error().code != Errc::kOutOfAddressSpace) return;
@@ -148,7 +172,7 @@ Region* Arena::take(Bytes size, Heap* heap) {
   if (!first) return nullptr;
 
   const AddrRange addresses{range_.begin + kSlot * *first, kSlot * need};
-  auto region = std::make_unique<Region>(addresses, heap, /*plain=*/false);
+  auto region = std::make_unique<Region>(addresses, heap, &table_slots_[*first], &tables_);
   region->serial = ++last_serial_;
   for (std::size_t i = 0; i < need; ++i) slots_[*first + i] = region.get();
   next_fit_ = *first + need;
@@ -157,7 +181,7 @@ Region* Arena::take(Bytes size, Heap* heap) {
 }
 
 Region* Arena::add_plain(AddrRange range, Heap* heap) {
-  auto region = std::make_unique<Region>(range, heap, /*plain=*/true);
+  auto region = std::make_unique<Region>(range, heap);
   region->serial = ++last_serial_;
   Region* raw = region.get();
   plain_.emplace(range.begin.n, std::move(region));
@@ -170,7 +194,8 @@ void Arena::give_back(Region* region) {
     return;
   }
   const std::size_t first = (region->range.begin - range_.begin).n / kSlot.n;
-  for (std::size_t i = 0; i < region->tables.size(); ++i) slots_[first + i] = nullptr;
+  region->drop_tables();
+  for (std::size_t i = 0; i < region->range.size.n / kSlot.n; ++i) slots_[first + i] = nullptr;
   std::erase_if(regions_, [&](const auto& r) { return r.get() == region; });
 }
 

@@ -46,6 +46,7 @@ void DeviceAllocator::close_epochs(bool also_captured, bool beyond_limit) {
   std::vector<std::pair<Timeline*, std::uint64_t>> closed;
   {
     MutexLock lock(mu_);
+    unpark_all();
     for (Timeline* line : timeline_list_) {
       if (line->open_frees() == 0) continue;
       if (line->fences() >= options_.max_fences && !beyond_limit) continue;
@@ -98,12 +99,15 @@ bool DeviceAllocator::poll() {
 }
 
 void DeviceAllocator::retire_pending() {
+  if (pending_.empty()) return;
+  count_on(nullptr);
   std::size_t kept = 0;
   for (PendingBlock& pending : pending_) {
     const bool done = std::all_of(pending.until.begin(), pending.until.end(),
                                   [](const Stamp& s) { return s.complete(); });
     if (done) {
       ++books_.stats.paths.late_retired;
+      count_completed(*pending.block);
       complete_free(pending.block, pending.freed);
     } else {
       if (&pending_[kept] != &pending) pending_[kept] = std::move(pending);
@@ -111,7 +115,7 @@ void DeviceAllocator::retire_pending() {
     }
   }
   pending_.resize(kept);
-  pending_count_.store(kept, std::memory_order_relaxed);
+  note_pending();
 }
 
 bool DeviceAllocator::wait_for(Timeline& line, EventId event, std::uint64_t epoch) {

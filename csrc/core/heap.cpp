@@ -184,6 +184,9 @@ Block* Heap::take(Block* ready, DeviceAddr at, Bytes size) {
 void Heap::give(Block* block, Stamp stamp) {
   unuse(block, &stamp);
   block->use.reset();
+  block->front.store(nullptr, std::memory_order_relaxed);
+  block->parked = false;
+  block->shared = false;
   set_free_state(block, BlockState::kReady);
 }
 
@@ -254,6 +257,7 @@ bool Heap::empty() const {
 void Heap::close() {
   for (Region* region : regions_) {
     unlink(region->first);
+    region->table(region->range.begin).clear_block(region->range.begin);
     books_.blocks.release(region->first);
     books_.arena.give_back(region);
   }

@@ -19,6 +19,7 @@
 
 #include "core/arena.hpp"
 #include "core/free_index.hpp"
+#include "core/front.hpp"
 #include "core/handle_pool.hpp"
 #include "core/history.hpp"
 #include "core/records.hpp"
@@ -47,7 +48,8 @@ struct HeapSet {
   bool whole = false;       // ... of which each is one block
   std::shared_ptr<SegmentSource> source;  // ... which a third party makes
   Timeline* timeline = nullptr;
-  IdleList idle;  // handles last used here
+  std::unique_ptr<Front> front;  // of a permanent stream in the default pool; never goes
+  IdleList idle;                 // handles last used here
   std::array<std::unique_ptr<Heap>, kHeapKinds> heaps;
 
   Heap& heap(HeapKind kind, Books& books);  // made at first use

@@ -101,6 +101,7 @@ class LayoutWriter {
 
 // Everything that the books know.
 MemoryFigures DeviceAllocator::figures() const {
+  const AllFronts closed(*this);
   const Stats& stats = books_.stats;
   MemoryFigures v;
   v.cap = cap();
@@ -169,6 +170,7 @@ MemoryFigures DeviceAllocator::memory_figures() {
 
 Bytes DeviceAllocator::take_interval_peak() {
   MutexLock lock(mu_);
+  count_on(nullptr);
   const Bytes peak = interval_peak_;
   interval_peak_ = current(books_.stats.allocated_bytes);
   return peak;
@@ -198,6 +200,7 @@ std::optional<AddrRange> DeviceAllocator::segment_of(DeviceAddr address) const {
 
 Bytes DeviceAllocator::largest_cached() const {
   MutexLock lock(mu_);
+  const AllFronts closed(*this);
   // Idle handles can be mapped side by side: together they are one block.
   Bytes movable = books_.handles.loose().bytes();
   for (const HeapSet* set : default_sets_) movable += set->idle.bytes();
@@ -216,6 +219,7 @@ Bytes DeviceAllocator::largest_cached() const {
 
 std::vector<BlockInfo> DeviceAllocator::blocks() const {
   MutexLock lock(mu_);
+  const AllFronts closed(*this);
   std::vector<BlockInfo> out;
   for (const auto& [key, set] : sets_) {
     for_each_block(*set, [&](const Block& b) {
@@ -228,6 +232,7 @@ std::vector<BlockInfo> DeviceAllocator::blocks() const {
 }
 
 void DeviceAllocator::gather_layout(std::optional<PoolId> pool, MemoryLayout& out) const {
+  const AllFronts closed(*this);
   for (const auto& [key, set] : sets_) {
     if (pool && set->pool != *pool) continue;
     for (const auto& heap : set->heaps) {
@@ -271,6 +276,13 @@ void DeviceAllocator::record_history(std::size_t capacity, History::Clock clock,
   } else {
     books_.history.exchange(history);
   }
+  note_history();
+}
+
+// For the gate: events are written with the books locked. Nobody is on the short way any more, if the
+// history is on now, when this returns.
+void DeviceAllocator::note_history() {
+  if (note_reason(history_is_on_, books_.history.on())) unpark_all();
 }
 
 std::vector<HistoryEvent> DeviceAllocator::history(std::uint64_t until) const {
@@ -297,12 +309,15 @@ std::vector<HistoryEvent> DeviceAllocator::history(std::uint64_t until) const {
 void DeviceAllocator::listen(HistoryListener* listener, History::Clock clock) {
   MutexLock lock(mu_);
   books_.history.set_listener(listener, clock);
+  note_history();
 }
 
 bool DeviceAllocator::annotate(DeviceAddr address) {
   MutexLock lock(mu_);
   const Block* b = books_.arena.find(address, books_.blocks);
   if (b == nullptr || b->state != BlockState::kLive) return false;
+  const FrontLock own(b->front.load(std::memory_order_relaxed));
+  if (b->parked) return false;
   if (books_.history.on()) note(EventKind::kAnnotate, *b);
   return true;
 }
@@ -311,11 +326,14 @@ std::optional<BlockInfo> DeviceAllocator::find_block(DeviceAddr address) const {
   MutexLock lock(mu_);
   const Block* b = books_.arena.find(address, books_.blocks);
   if (b == nullptr || b->state != BlockState::kLive) return std::nullopt;
+  const FrontLock own(b->front.load(std::memory_order_relaxed));
+  if (b->parked) return std::nullopt;
   return describe(*b);
 }
 
 std::optional<std::string> DeviceAllocator::validate() const {
   MutexLock lock(mu_);
+  const AllFronts closed(*this);
   Bytes live, pending, held, requested;
   std::uint64_t live_count = 0;
   bool filling = false;

@@ -58,12 +58,14 @@ AllocResult DeviceAllocator::allocate_slow(const AllocRequest& request, Bytes si
       poll();
       (void)refresh_capacity(/*only_if_tight=*/true);
       const MutexLock lock(mu_);
+      unpark_all();
       dissolve_released_pools();
       HeapSet& set = heap_set(request.stream, request.pool);
       dissolve_settled_streams(set);
       Served served = serve(set, size, request.size);
       if (served.block == nullptr) served.block = take_from_overflow_pools(request, size);
       if (served.block != nullptr) result = hand_out(served.block, request);
+      note_tight();
       error = std::move(served.error);
       leaves_work = !doomed_.empty() || !crowded_.empty();
     }
@@ -90,7 +92,8 @@ bool DeviceAllocator::refresh_capacity(bool only_if_tight) {
 }
 
 DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes requested) {
-  if (Block* block = take_hit(set, size, false)) {  // another thread may have made room meanwhile
+  if (Block* block =
+          take_hit(set, size, HitWaste::kUsual)) {  // another thread may have made room meanwhile
     ++books_.stats.paths.hits;
     return {block, std::nullopt};
   }
@@ -127,7 +130,7 @@ DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes r
       break;  // the books were open to others meanwhile: look again
     }
     if (carried_out) {
-      if (Block* block = take_hit(set, size, false)) return {block, std::nullopt};
+      if (Block* block = take_hit(set, size, HitWaste::kUsual)) return {block, std::nullopt};
       if (error->code == Errc::kShuttingDown) return {nullptr, error};
       if (error->code == Errc::kOutOfMemory) {
         limit = reserved();
@@ -141,7 +144,7 @@ DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes r
       return serve_plain(set, size);
     }
     // Rather a wasteful place that is ready than memory beyond the budget.
-    if (Block* block = take_hit(set, size, true)) return {block, std::nullopt};
+    if (Block* block = take_hit(set, size, HitWaste::kAny)) return {block, std::nullopt};
     if (exceed_budget) {
       if (error || has_addresses) return {nullptr, error};
       break;
@@ -331,7 +334,7 @@ DeviceAllocator::Served DeviceAllocator::serve_plain(HeapSet& set, Bytes size) {
     return {heap.take(heap.regions().back()->first, address.value(), block), std::nullopt};
   }
   // Others may have given something back while the driver was asked.
-  if (Block* block = take_hit(set, size, true)) return {block, std::nullopt};
+  if (Block* block = take_hit(set, size, HitWaste::kAny)) return {block, std::nullopt};
   return {nullptr, error};
 }
 

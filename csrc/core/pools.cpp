@@ -147,7 +147,7 @@ Block* DeviceAllocator::take_from_overflow_pools(const AllocRequest& request, By
     if (!pool.use_on_oom) continue;
     const auto found = sets_.find({id, request.stream.ref.id});
     if (found == sets_.end()) continue;
-    if (Block* block = take_hit(*found->second, size, true)) return block;
+    if (Block* block = take_hit(*found->second, size, HitWaste::kAny)) return block;
   }
   return nullptr;
 }
@@ -176,7 +176,7 @@ AllocResult DeviceAllocator::allocate_from_source(SegmentSource& source,
       poll();
       const MutexLock lock(mu_);
       HeapSet& set = heap_set(request.stream, request.pool);
-      if (Block* block = take_hit(set, size, true)) {
+      if (Block* block = take_hit(set, size, HitWaste::kAny)) {
         ++books_.stats.paths.hits;
         return hand_out(block, request);
       }

@@ -20,16 +20,19 @@
 // the home again without a driver call.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "base/cache_line.hpp"
 #include "base/units.hpp"
 #include "core/size_classes.hpp"
 #include "core/timeline.hpp"
 
 namespace gpumemx {
 
+class Front;
 class Heap;
 class IdleList;
 struct Handle;
@@ -48,42 +51,54 @@ const char* to_string(BlockState state);
 // What the caller attached to a block. Empty for free blocks.
 struct BlockUse {
   Bytes requested;
-  std::uint64_t tag = 0;                // the caller's; later features hang on it
-  std::shared_ptr<const void> context;  // opaque; handed to the history
-  std::vector<Timeline*> others;        // streams recorded on it, besides its own
-  bool shared = false;                  // other processes may use its memory until it is freed
+  std::uint64_t tag = 0;                           // the caller's; later features hang on it
+  std::shared_ptr<const void> context;             // opaque; handed to the history
+  std::unique_ptr<std::vector<Timeline*>> others;  // streams recorded on it, besides its own
 
   // To nothing; most blocks carry nothing but numbers.
   void reset() {
     requested = {};
     tag = 0;
     if (context != nullptr) context.reset();
-    if (!others.empty()) others = {};
-    shared = false;
+    if (others != nullptr) others.reset();
   }
 };
 
-struct Block {
+// What a front touches comes first, on lines that no other block is on: blocks of two streams may be
+// neighbours in the slab.
+struct alignas(kCacheLine) Block {
   DeviceAddr begin;
   Bytes size;
+  // kLive: the front of its stream, if there is one. While it is set, only who holds the front's lock
+  // changes it, `parked`, `use` or `list_next`, and only with the allocator's lock as well does the
+  // block cease to be kLive.
+  std::atomic<Front*> front{nullptr};
+  Block* list_next = nullptr;  // kReady: the bin of the free index; kVoid: the heap's voids
+  Block* list_prev = nullptr;
+  std::uint32_t id = 0;
+  BlockState state = BlockState::kVoid;
+  bool parked = false;  // kLive to the heap, but the user has freed it (front.hpp)
+  bool shared = false;  // other processes may use its memory until it is freed
+  BlockUse use;
+
   Block* prev = nullptr;  // neighbours in the region, by address
   Block* next = nullptr;
-  Block* list_prev = nullptr;  // kReady: the bin of the free index; kVoid: the heap's voids
-  Block* list_next = nullptr;
   Heap* heap = nullptr;
   Region* region = nullptr;
   Bytes held;  // kReady: bytes on handles that are in use, which therefore can't be given back
-  std::uint32_t id = 0;
-  BlockState state = BlockState::kVoid;
-  BlockUse use;
 
   void reset() {
     region = nullptr;  // the rest is written when the record is used again
     use.reset();
+    shared = false;
   }
+  // Carries nothing but numbers, so that a front may end this use and begin another.
+  bool is_simple() const { return use.others == nullptr && use.context == nullptr && !shared; }
   DeviceAddr end() const { return begin + size; }
   bool is_free() const { return state == BlockState::kReady || state == BlockState::kVoid; }
 };
+
+static_assert(sizeof(void*) != 8 || sizeof(Block) == 2 * kCacheLine);
 
 struct Mapping {
   DeviceAddr begin;

@@ -5,7 +5,7 @@
 //
 // Nothing keeps a shared handle in its place but the block itself: handles under a block in use are
 // never harvested, and torch frees a shared block only when every consumer has counted down (its
-// CudaIPCSentData holds the block until then). What is added here: BlockUse::shared, so that the
+// CudaIPCSentData holds the block until then). What is added here: Block::shared, so that the
 // memory of a shared block is not replaced when a neighbour is shared.
 #include "core/sharing.hpp"
 
@@ -138,6 +138,9 @@ std::optional<Result<SharedRange>> DeviceAllocator::share_as_it_is(DeviceAddr ad
 }
 
 Result<Block*> DeviceAllocator::block_in_use(DeviceAddr address) const {
+  {
+    const AllFronts closed(*this);
+  }  // what is parked is not in use
   const Region* region = books_.arena.region_of(address);
   Block* block = region == nullptr ? nullptr : region->block_covering(address, books_.blocks);
   if (block == nullptr || block->state != BlockState::kLive) {
@@ -160,9 +163,9 @@ DeviceAllocator::Backing DeviceAllocator::backing_of(const Block& block) const {
          b != nullptr && b->begin < mapping->end(); b = b->next) {
       if (b == &block || b->is_free()) continue;
       part.has_others = true;
-      part.fixed = part.fixed || (b->state == BlockState::kLive && b->use.shared);
+      part.fixed = part.fixed || (b->state == BlockState::kLive && b->shared);
     }
-    if (block.use.shared) part.fixed = true;  // its consumers have what is there now
+    if (block.shared) part.fixed = true;  // its consumers have what is there now
     parts.push_back(part);
     a = mapping->end();
   }
@@ -192,7 +195,7 @@ Result<SharedRange> DeviceAllocator::export_block(Block& block,
     handles.push_back(mapping->handle->driver);
     shared.handles.push_back({mapping->size(), -1});
   }
-  block.use.shared = true;
+  block.shared = true;
   const MutexUnlock driver_only(mu_);
   for (std::size_t i = 0; i < handles.size(); ++i) {
     const auto descriptor = driver_.export_handle(handles[i]);
@@ -523,6 +526,7 @@ std::optional<AllocResult> DeviceAllocator::allocate_at(const AllocRequest& requ
     const MutexLock work(work_mu_);
     poll();
     const MutexLock lock(mu_);
+    unpark_all();
     HeapSet& set = heap_set(request.stream, request.pool);
     Region* region = books_.arena.region_of(address);
     if (region == nullptr || &region->heap->set() != &set || size > region->range.end() - address) {

@@ -4,14 +4,34 @@
 // operation, and pointers between records must stay valid. A record also has a 32-bit number, half a
 // pointer, for the large tables.
 //
-// Not thread-safe: used under its owner's lock.
+// Not thread-safe: used under its owner's lock. Only at() may be called by anybody at any time, with a
+// number that was given once: records stay while the slab lives, whatever they are used for.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <vector>
 
+#include "base/cache_line.hpp"
+#include "base/check.hpp"
+
 namespace gpumemx {
+
+// From calloc: all zeros, and no host memory until it is touched.
+struct CallocFree {
+  void operator()(void* p) const { std::free(p); }
+};
+template <class T>
+using ZeroedArray = std::unique_ptr<T[], CallocFree>;
+
+template <class T>
+ZeroedArray<T> zeroed(std::size_t count) {
+  T* memory = static_cast<T*>(std::calloc(count, sizeof(T)));
+  GPUMEMX_CHECK(memory != nullptr, "the host has no memory left for the allocator's tables");
+  return ZeroedArray<T>(memory);
+}
 
 // T has a public member `std::uint32_t id`, which the slab sets; number 0 is never given.
 template <class T>
@@ -37,7 +57,9 @@ class Slab {
     free_.push_back(record);
   }
 
-  T* at(std::uint32_t id) const { return &chunks_[id / kChunk][id % kChunk]; }
+  T* at(std::uint32_t id) const {
+    return directory_[id / kChunk].load(std::memory_order_acquire) + id % kChunk;
+  }
 
   // Visits every record, in use or not, in the order of their numbers.
   template <class Visit>
@@ -49,11 +71,14 @@ class Slab {
 
  private:
   static constexpr std::uint32_t kChunk = 1024;
+  static constexpr std::size_t kMostChunks = std::size_t{1} << 18;  // 268 million records
 
   void grow() {
+    GPUMEMX_CHECK(chunks_.size() < kMostChunks, "the allocator's tables are full");
     const auto first = static_cast<std::uint32_t>(chunks_.size()) * kChunk;
     chunks_.push_back(std::make_unique<T[]>(kChunk));
     T* chunk = chunks_.back().get();
+    directory_[first / kChunk].store(chunk, std::memory_order_release);
     free_.reserve(chunks_.size() * kChunk);
     // Pushed downwards, so that records come out in the order of their numbers.
     for (std::uint32_t i = kChunk; i-- > 0;) {
@@ -62,8 +87,11 @@ class Slab {
     }
   }
 
-  std::vector<std::unique_ptr<T[]>> chunks_;
-  std::vector<T*> free_;
+  // For at(), so on a line that hardly anybody writes to; never moves.
+  alignas(kCacheLine)
+      ZeroedArray<std::atomic<T*>> directory_ = zeroed<std::atomic<T*>>(kMostChunks);
+  std::vector<std::unique_ptr<T[]>> chunks_;  // the same
+  alignas(kCacheLine) std::vector<T*> free_;
 };
 
 }  // namespace gpumemx

@@ -10,6 +10,11 @@
 // allocated and requested differ only by rounding to 512 B. inactive_split is what is cached but
 // can't be given back, because something in use stands on the same handle. reserved_bytes counts
 // a handle once, however many aliases it has.
+//
+// Peaks are exact as long as one thread at a time allocates and frees on the device, whichever thread and
+// stream it is. While several do at once, the peaks of what blocks count (allocation, active, allocated,
+// active and requested bytes) lie between the true peak and the sum of the streams' own peaks. current,
+// allocated and freed are exact whatever threads do.
 #pragma once
 
 #include <array>
@@ -36,6 +41,12 @@ struct Stat {
     if (current > peak) peak = current;
   }
   void sub(std::int64_t n) { current -= n; }
+  // A run of increases, together `got`, and decreases: `now` in all, at most `top` on the way.
+  void add_run(std::int64_t now, std::int64_t top, std::int64_t got) {
+    if (current + top > peak) peak = current + top;
+    current += now;
+    allocated += got;
+  }
 
  private:
   std::int64_t current_at_reset_ = 0;
@@ -71,6 +82,7 @@ struct StatArray {
 // How often each way was taken, since the start.
 struct PathCounts {
   std::uint64_t hits = 0;             // free memory that was ready
+  std::uint64_t front_hits = 0;       // of them: blocks that were parked (front.hpp)
   std::uint64_t misses = 0;           // requests that needed more than that
   std::uint64_t holes = 0;            // misses served in a hole of the heap, not at its open end
   std::uint64_t created = 0;          // handles created

@@ -47,6 +47,8 @@ class Timeline {
     ++open_frees_;
     open_bytes_ += size;
   }
+  // So many more frees, of memory that has been used again since.
+  void note_reused(std::uint32_t frees) { open_frees_ += frees; }
   std::uint32_t open_frees() const { return open_frees_; }
   Bytes open_bytes() const { return open_bytes_; }
 

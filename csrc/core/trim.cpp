@@ -38,6 +38,7 @@ TrimReport DeviceAllocator::trim_cache(const TrimRequest& request) {
   const MutexLock work(work_mu_);
   poll();
   const MutexLock lock(mu_);
+  unpark_all();
   const Bytes before = reserved();
   if (captures_.load() == 0) (void)keep_no_longer();
   (void)release_doomed();
@@ -53,9 +54,11 @@ TrimReport DeviceAllocator::trim_cache(const TrimRequest& request) {
     dissolve_released_pools();
   }
   (void)release_idle(target);
+  note_tight();
 
   // A later phase of the program grows anew: up to its own peak, not to that of an earlier one.
   if (!request.pool && request.target.n == 0) {
+    count_on(nullptr);
     peak_live_ = {static_cast<std::uint64_t>(books_.stats.requested_bytes.all().current)};
     peak_at_mark_ = peak_live_;
     requests_since_mark_ = 0;
@@ -95,6 +98,7 @@ void DeviceAllocator::wait_for_idle_memory() {
 // Releases idle handles, loose ones first, then those idle longest, until reserved is at most
 // `target`. Returns how much went.
 Bytes DeviceAllocator::release_idle(Bytes target) {
+  unpark_all();
   const Bytes before = reserved();
   // One list at a time, gathered first: the books are open while the driver works.
   std::vector<IdleList*> lists{&books_.handles.loose()};
@@ -141,6 +145,7 @@ std::optional<Bytes> DeviceAllocator::give_back_later() {
   if (shut_down_) return Bytes{};
   MutexLock lock(mu_);
   if (books_.history.on() || released_pools_have_idle()) return std::nullopt;
+  unpark_all();
   returning_mark_ = books_.handles.next_serial();
   Bytes marked = books_.handles.loose().bytes();
   for (const HeapSet* set : default_sets_) marked += set->idle.bytes();

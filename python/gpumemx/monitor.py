@@ -134,7 +134,11 @@ class GPUMonitor:
 
     @property
     def peak(self) -> int:
-        """The most that was allocated inside. Other scopes' and torch's peaks are left alone."""
+        """The most that was allocated inside. Other scopes' and torch's peaks are left alone.
+
+        Exact while one thread at a time allocates on the device; else at most the sum of what
+        each stream had at its highest.
+        """
         return self._figures()["peak"]
 
     @property

@@ -111,6 +111,7 @@ struct PathRow {
 };
 constexpr PathRow kPaths[] = {
     {"hits", &PathCounts::hits},
+    {"front_hits", &PathCounts::front_hits},
     {"misses", &PathCounts::misses},
     {"holes", &PathCounts::holes},
     {"created", &PathCounts::created},

@@ -70,6 +70,7 @@ py::dict paths(const Stats& stats) {
   const PathCounts& p = stats.paths;
   py::dict d;
   d["hits"] = p.hits;
+  d["front_hits"] = p.front_hits;
   d["misses"] = p.misses;
   d["holes"] = p.holes;
   d["created"] = p.created;
