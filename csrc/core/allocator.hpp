@@ -526,6 +526,7 @@ class DeviceAllocator {
   // pools.cpp
   bool dissolve_released_pools() GPUMEMX_REQUIRES(work_mu_, mu_);
   bool dissolve(HeapSet& set, const PrivatePool* pool) GPUMEMX_REQUIRES(work_mu_, mu_);
+  bool any_pool_is_in_use() const GPUMEMX_REQUIRES(mu_);
   void keep_in_place(const Block& block) GPUMEMX_REQUIRES(mu_);
   bool keep_no_longer() GPUMEMX_REQUIRES(mu_);
   template <class Visit>

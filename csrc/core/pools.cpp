@@ -55,9 +55,7 @@ void DeviceAllocator::release_pool(PoolId pool) {
       closed.emplace_back(line, epoch);
     }
     if (planted(Fault::kPoolDissolvedEarly)) found->second.until.clear();
-    const bool is_last = std::none_of(pools_.begin(), pools_.end(),
-                                      [](const auto& entry) { return entry.second.users > 0; });
-    if (is_last) (void)keep_no_longer();
+    if (!any_pool_is_in_use()) (void)keep_no_longer();
   }
   for (const auto& [line, epoch] : closed) record_fence(*line, epoch);
 }
@@ -68,7 +66,13 @@ void DeviceAllocator::release_pool(PoolId pool) {
 // own allocator leaves the memory where it is, whoever has it by then. So it stays in place here too,
 // for others' requests there, until the cache is emptied, memory is short or no pool is in use any more.
 
+bool DeviceAllocator::any_pool_is_in_use() const {
+  return std::any_of(pools_.begin(), pools_.end(),
+                     [](const auto& entry) { return entry.second.users > 0; });
+}
+
 void DeviceAllocator::keep_in_place(const Block& block) {
+  if (!any_pool_is_in_use()) return;
   const HeapSet& set = block.heap->set();
   if (set.is_private) {
     const auto pool = pools_.find(set.pool);
