@@ -170,6 +170,7 @@ void Heap::retire(Handle* handle) {
 
 void Heap::unpin(Handle* handle) {
   if (set_.is_private || is_plain(kind_)) return;
+  GPUMEMX_ASSERT(handle->pinned, "a handle that was kept in place is not pinned");
   handle->pinned = false;
   if (!handle->busy()) retire(handle);
 }

@@ -349,7 +349,6 @@ void Heap::exchange(const std::vector<Mapping*>& old, const std::vector<Handle*>
   for (Block* b : ready) unlink(b);
 
   Stamp last_use;  // of neighbours; all of it on this heap's own stream
-  const bool pinned = old.front()->handle->pinned;
   for (Mapping* mapping : old) {
     Handle* handle = mapping->handle;
     if (!mapping->last_use.complete() && mapping->last_use.epoch >= last_use.epoch) {
@@ -359,7 +358,7 @@ void Heap::exchange(const std::vector<Mapping*>& old, const std::vector<Handle*>
     region->set_mapping({mapping->begin, mapping->size()}, nullptr);
     handle->last_use = mapping->last_use;
     handle->home = nullptr;
-    handle->pinned = false;
+    handle->pinned = handle->kept = false;
     books_.handles.remove_mapping(mapping);
   }
   DeviceAddr at = range.begin;
@@ -367,7 +366,7 @@ void Heap::exchange(const std::vector<Mapping*>& old, const std::vector<Handle*>
     Mapping* mapping = books_.handles.add_mapping(handle, region, at);
     at = mapping->end();
     handle->home = mapping;
-    handle->pinned = pinned;
+    handle->pinned = set_.is_private;
     mapping->last_use = last_use;
     region->set_mapping({mapping->begin, mapping->size()}, mapping);
     region->mapped_end = std::max(region->mapped_end, at);

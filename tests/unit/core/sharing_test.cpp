@@ -211,6 +211,23 @@ TEST_F(SharingTest, WorkQueuedMeanwhileRunsOnTheNewMemory) {
   }
 }
 
+TEST_F(SharingTest, MemoryThatWasKeptForAGraphIsOrdinaryWhenItIsReplaced) {
+  const PoolId pool = allocator_->create_pool({});
+  const DeviceAddr a = alloc(100_MiB);
+  allocator_->begin_capture();
+  free(a);
+  allocator_->end_capture();
+  ASSERT_EQ(alloc(100_MiB), a);
+  (void)share(a);
+  ASSERT_GT(paths().rebacked, 0u);
+  free(alloc(100_MiB));  // on the handles that stood there before
+  free(a);
+  allocator_->trim({});
+  EXPECT_EQ(allocator_->validate().value_or(""), "");
+  EXPECT_EQ(reserved(), 0_B);
+  allocator_->release_pool(pool);
+}
+
 TEST_F(SharingTest, SmallBlocksOfOneHandleShareIt) {
   std::vector<DeviceAddr> blocks;
   for (int i = 0; i < 40; ++i) blocks.push_back(alloc(100_KiB));
