@@ -388,8 +388,8 @@ void DeviceAllocator::remove_observer(Observer* observer) {
 
 Stats DeviceAllocator::stats() const {
   MutexLock lock(mu_);
-  const AllFronts closed(*this);
   Stats now = books_.stats;
+  add_fronts_to(now);
   if (returning_mark_ == 0) return now;
   const std::uint64_t mark = returning_mark_;
   books_.handles.for_each([&](const Handle* h) {

@@ -371,7 +371,8 @@ class DeviceAllocator {
     const std::vector<HeapSet*>& fronted_;
   };
   // All fronts, locked for a scope: what they have counted is in the books, and what was parked in them
-  // is free memory. The allocator may be const: nobody can tell the difference.
+  // is free memory. The allocator may be const: no figure changes. Where the next blocks are placed may,
+  // so statistics, which programs read all the time, do without (add_fronts_to()).
   class AllFronts {
    public:
     explicit AllFronts(const DeviceAllocator& allocator) GPUMEMX_NO_TSA;  // REQUIRES: mu_ is held
@@ -482,6 +483,7 @@ class DeviceAllocator {
   void note_hits(Front& front) GPUMEMX_REQUIRES(mu_);
   void fold(Front& front) GPUMEMX_REQUIRES(mu_);
   void fold_locked() GPUMEMX_REQUIRES(mu_);
+  void add_fronts_to(Stats& stats) const GPUMEMX_REQUIRES(mu_);
   void add_in(const Tally& tally) GPUMEMX_REQUIRES(mu_);
 
   // miss.cpp

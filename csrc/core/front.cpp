@@ -195,6 +195,23 @@ void DeviceAllocator::fold_locked() {
   }
 }
 
+// What the fronts have counted, for a reader who changes nothing. Parked blocks are memory that is free
+// and can't be given back, for as long as they are parked.
+void DeviceAllocator::add_fronts_to(Stats& stats) const {
+  const FrontLocks locks(fronted_);
+  Tally sum;
+  for (const HeapSet* set : fronted_) {
+    const Front& front = *set->front;
+    front.mu.assert_held();
+    sum += front.tally;
+    stats.paths.hits += front.hits;
+    stats.paths.front_hits += front.hits;
+    stats.inactive_split.count_besides(StatArray::kSmall, front.parked_blocks());
+    stats.inactive_split_bytes.count_besides(StatArray::kSmall, front.parked_bytes().n);
+  }
+  sum.add_to(stats);
+}
+
 void DeviceAllocator::add_in(const Tally& tally) {
   Stats& stats = books_.stats;
   // The policy's own peak is not what may have been at different times.

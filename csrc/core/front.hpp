@@ -93,6 +93,8 @@ class alignas(kCacheLine) Front {
   // How many blocks were taken since the last call: frees that the stream's timeline has not heard of.
   std::uint32_t take_reused() GPUMEMX_REQUIRES(mu) { return std::exchange(reused_, 0); }
   bool is_empty() const GPUMEMX_REQUIRES(mu) { return used_ == 0; }
+  std::uint64_t parked_blocks() const GPUMEMX_REQUIRES(mu) { return blocks_; }
+  Bytes parked_bytes() const GPUMEMX_REQUIRES(mu) { return bytes_; }
   // Whether a block of this size is refused because so much is parked.
   bool is_full(Bytes size) const GPUMEMX_REQUIRES(mu) {
     return blocks_ >= most_blocks_ || (blocks_ >= kFew && bytes_ + size > kMostBytes);

@@ -47,8 +47,8 @@ struct Options {
   bool recut = true;  // release an idle handle to create the missing piece
 
   // --- near a known capacity
-  double tight_from = 0.8;  // share of the capacity that is reserved, (0, 1]
-  double tight_price = 1;
+  double tight_from = 0.7;  // share of the capacity that is reserved, (0, 1]
+  double tight_price = 0.65;
   Bytes tight_handle{4u << 20};
   Bytes tight_hit_waste{1u << 20};
 

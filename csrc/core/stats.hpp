@@ -71,6 +71,11 @@ struct StatArray {
     part[to_small ? kSmall : kLarge].add(static_cast<std::int64_t>(n));
   }
   const Stat& all() const { return part[kAll]; }
+  // For a copy: what counts as this at the moment, of one kind.
+  void count_besides(Part kind, std::uint64_t n) {
+    part[kAll].add(static_cast<std::int64_t>(n));
+    part[kind].add(static_cast<std::int64_t>(n));
+  }
   void reset_peaks() {
     for (Stat& s : part) s.peak = s.current;
   }

@@ -16,7 +16,8 @@ class PolicyTest : public ::testing::Test {
 };
 
 TEST_F(PolicyTest, IsTightFromTheGivenShareOfTheCapacity) {
-  EXPECT_FALSE((Policy{options_, {80_GiB - 1_B}, {}, 100_GiB}.tight()));
+  EXPECT_FALSE((Policy{options_, {70_GiB - 1_B}, {}, 100_GiB}.tight()));
+  EXPECT_TRUE((Policy{options_, {70_GiB}, {}, 100_GiB}.tight()));
   EXPECT_TRUE(tight().tight());
 }
 
@@ -57,8 +58,8 @@ TEST_F(PolicyTest, MemoryIsWorthMoreThanDriverTimeWhenItIsTight) {
   EXPECT_EQ(roomy().price(HeapKind::kSmall), 16);
   EXPECT_EQ(roomy().price(HeapKind::kPages), 4);
   EXPECT_EQ(roomy().price(HeapKind::kBig), 4);
-  EXPECT_EQ(tight().price(HeapKind::kRest), 1);
-  EXPECT_EQ(tight().price(HeapKind::kBig), 1);
+  EXPECT_EQ(tight().price(HeapKind::kRest), 0.65);
+  EXPECT_EQ(tight().price(HeapKind::kBig), 0.65);
   options_.tight_price = 9;  // never dearer than when it is not tight
   EXPECT_EQ(tight().price(HeapKind::kBig), 4);
 }

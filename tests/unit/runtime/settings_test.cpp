@@ -262,7 +262,7 @@ TEST(Settings, ListsDefaultsThatCanBeGivenBack) {
   EXPECT_EQ(entry(settings, "cap").value, "none");
   EXPECT_EQ(entry(settings, "mode").value, "virtual");
   EXPECT_EQ(entry(settings, "hit_waste").value, "4MiB");
-  EXPECT_EQ(entry(settings, "tight_from").value, "0.8");
+  EXPECT_EQ(entry(settings, "tight_from").value, "0.7");
   EXPECT_EQ(
       entry(settings, "slack").note,
       "Growth over the peak of live memory, as a share of it, that goes before idle memory is "
