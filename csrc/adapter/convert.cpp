@@ -139,6 +139,12 @@ std::string torch_size(Bytes size) {
   return text.data();
 }
 
+std::string text_of(const void* address) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%p", address);
+  return text.data();
+}
+
 std::string out_of_memory_text(c10::DeviceIndex device, const OomVerdict& v) {
   if (v.rejected) {
     return "CUDA out of memory. Allocation was preemptively rejected because it would exceed "

@@ -303,7 +303,7 @@ void MemoryHistory::annotate(const void* ptr, const std::string& metadata) {
       Remark{said == nullptr ? "" : said->compile_context, metadata});
   const Because because(std::move(cause));
   TORCH_CHECK(device >= 0 && devices_.if_open(device)->allocator->annotate(address_of(ptr)),
-              "annotateMemory: no live allocation found at pointer ", ptr);
+              "annotateMemory: no live allocation found at pointer ", text_of(ptr));
 }
 
 // --- looking at it

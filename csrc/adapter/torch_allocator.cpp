@@ -111,17 +111,17 @@ StreamInfo TorchAllocator::stream_info(Device& device, c10::DeviceIndex index, c
   const std::uint64_t key = native * 64 + static_cast<std::uint64_t>(index);
   Known& slot = known[(native / 64 + static_cast<std::uint64_t>(index)) % known.size()];
   if (slot.key == key) return slot.info;
-  const bool permanent = known_permanent || is_torch_stream(index, stream);
-  if (permanent && !is_simulated_) {
+  // A simulated device has streams of its own, which torch does not know.
+  if (!is_simulated_ && (known_permanent || is_torch_stream(index, stream))) {
     // The default stream has two handles.
     const std::uint64_t name = stream == cudaStreamLegacy ? 0 : native;
-    slot = {key, {{id_of_permanent(name), native}, permanent}};
+    slot = {key, {{id_of_permanent(name), native}, true}};
     return slot.info;
   }
   const auto id = device.counting->stream_id(native);
-  TORCH_CHECK(id.ok(), "gpumemx: the driver does not know the stream ", stream, ": ",
+  TORCH_CHECK(id.ok(), "gpumemx: the driver does not know the stream ", text_of(stream), ": ",
               id.error().where);
-  return {{id.value(), native}, permanent};
+  return {{id.value(), native}, known_permanent || stream == nullptr};
 }
 
 // Whether `stream` is the device's default stream or one of torch's pool. Asking the pool for as
@@ -254,7 +254,7 @@ void TorchAllocator::raw_delete(void* ptr) {
   const int device = devices_.owner_of(address_of(ptr));
   if (C10_UNLIKELY(device < 0)) {
     if (delete_if_uncached(ptr)) return;
-    TORCH_CHECK(previous_ != nullptr, "invalid device pointer: ", ptr,
+    TORCH_CHECK(previous_ != nullptr, "invalid device pointer: ", text_of(ptr),
                 " is not memory of gpumemx, nor was anything allocated before it was installed");
     previous_->raw_delete(ptr);
     return;
@@ -274,7 +274,7 @@ void TorchAllocator::raw_delete(void* ptr) {
   } else if (C10_LIKELY(d.allocator->free_if_live(address_of(ptr)))) {
     return;
   }
-  TORCH_CHECK(false, "invalid device pointer: ", ptr,
+  TORCH_CHECK(false, "invalid device pointer: ", text_of(ptr),
               " is not the begin of a live block (freed twice, or not what was allocated)");
 }
 
@@ -461,9 +461,9 @@ void TorchAllocator::cacheInfo(c10::DeviceIndex device, std::size_t* largest_blo
 void* TorchAllocator::getBaseAllocation(void* ptr, std::size_t* size) {
   const int device = devices_.owner_of(address_of(ptr));
   if (device < 0 && previous_ != nullptr) return previous_->getBaseAllocation(ptr, size);
-  TORCH_CHECK(device >= 0, "invalid device pointer: ", ptr);
+  TORCH_CHECK(device >= 0, "invalid device pointer: ", text_of(ptr));
   const auto segment = devices_.if_open(device)->allocator->segment_of(address_of(ptr));
-  TORCH_CHECK(segment, "invalid device pointer: ", ptr, ": no memory stands there");
+  TORCH_CHECK(segment, "invalid device pointer: ", text_of(ptr), ": no memory stands there");
   if (size != nullptr) *size = segment->size.n;
   return pointer_to(segment->begin);
 }
@@ -692,7 +692,7 @@ torch_alloc::CheckpointDelta TorchAllocator::setCheckpointPoolState(
 torch_alloc::ShareableHandle TorchAllocator::shareIpcHandle(void* ptr) {
   const int device = devices_.owner_of(address_of(ptr));
   if (device < 0 && previous_ != nullptr) return previous_->shareIpcHandle(ptr);
-  TORCH_CHECK(device >= 0, "invalid device pointer: ", ptr);
+  TORCH_CHECK(device >= 0, "invalid device pointer: ", text_of(ptr));
   return SharedMemory::share(*devices_.if_open(device), address_of(ptr));
 }
 
@@ -728,7 +728,7 @@ void* TorchAllocator::allocate_at(c10::DeviceIndex device, std::size_t nbytes,
   const auto result = routed(device, request, [&](const AllocRequest& r) {
     return allocator.allocate_at(r, address_of(address));
   });
-  TORCH_CHECK(result, "Could not allocate CUDA storage at exact address ", address,
+  TORCH_CHECK(result, "Could not allocate CUDA storage at exact address ", text_of(address),
               ": gpumemx has no ", nbytes, " bytes free there on the current stream");
   tell_allocated(device, address, result->size);
   return address;

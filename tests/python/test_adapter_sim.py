@@ -144,6 +144,24 @@ def test_out_of_memory_is_torchs_error_and_its_figures_add_up() -> None:
     assert size_in(live[1]) == pytest.approx(3 * 1900 * MIB, rel=0.01)
 
 
+def test_a_stream_that_is_none_is_named() -> None:
+    output(
+        """
+        import torch
+        from gpumemx import _adapter
+        # With one device nobody asks CUDA which is the current one.
+        _adapter.load().install("", {}, simulated_devices=1, simulated_bytes=8 << 30)
+        raw_alloc = torch._C._cuda_cudaCachingAllocator_raw_alloc
+        try:
+            raw_alloc(1024, 0x777777)
+            raise AssertionError("there is no such stream")
+        except RuntimeError as error:
+            assert "does not know the stream 0x777777" in str(error), error
+        assert raw_alloc(1024, 0) != 0
+        """
+    )
+
+
 def test_a_device_is_usable_after_out_of_memory() -> None:
     simulated(
         """
