@@ -168,13 +168,6 @@ void Heap::retire(Handle* handle) {
   set_.idle.push(handle);
 }
 
-void Heap::unpin(Handle* handle) {
-  if (set_.is_private || is_plain(kind_)) return;
-  GPUMEMX_ASSERT(handle->pinned, "a handle that was kept in place is not pinned");
-  handle->pinned = false;
-  if (!handle->busy()) retire(handle);
-}
-
 Block* Heap::take(Block* ready, DeviceAddr at, Bytes size) {
   Block* block = isolate(ready, at, at + size);
   block->state = BlockState::kLive;

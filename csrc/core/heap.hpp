@@ -72,8 +72,6 @@ class Heap {
 
   // Ends the use of a kLive or kPending block: its memory is kReady, last used at `stamp`.
   void give(Block* block, Stamp stamp);
-  // Makes a handle that stands here movable again, where handles of this heap are at all.
-  void unpin(Handle* handle);
 
   // Fresh addresses for a request of `size`, beyond all mappings of the last region or in a new one.
   // False when the arena has none left.

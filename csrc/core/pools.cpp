@@ -60,11 +60,10 @@ void DeviceAllocator::release_pool(PoolId pool) {
   for (const auto& [line, epoch] : closed) record_fence(*line, epoch);
 }
 
-// --- memory that a capture has used and that was freed before its end
+// --- memory of a released pool that a capture has used and that was freed before its end
 //
-// The graph goes on using it at each replay. That is the program's mistake, mostly without effect: torch's
-// own allocator leaves the memory where it is, whoever has it by then. So it stays in place here too,
-// for others' requests there, until the cache is emptied, memory is short or no pool is in use any more.
+// The graph goes on using it at each replay, and torch's own allocator leaves it where it is. So it stays
+// in place here too, until the cache is emptied, memory is short or no pool is in use any more.
 
 bool DeviceAllocator::any_pool_is_in_use() const {
   return std::any_of(pools_.begin(), pools_.end(),
@@ -72,18 +71,16 @@ bool DeviceAllocator::any_pool_is_in_use() const {
 }
 
 void DeviceAllocator::keep_in_place(const Block& block) {
-  if (!any_pool_is_in_use()) return;
   const HeapSet& set = block.heap->set();
-  if (set.is_private) {
-    const auto pool = pools_.find(set.pool);
-    if (pool != pools_.end() && pool->second.users > 0) return;  // its memory stays anyway
-  }
+  if (!set.is_private || !any_pool_is_in_use()) return;
+  const auto pool = pools_.find(set.pool);
+  if (pool != pools_.end() && pool->second.users > 0) return;  // its memory stays anyway
   for (DeviceAddr a = block.begin; a < block.end();) {
     const Mapping* m = block.region->mapping_at(a);
     a = m->end();
     Handle* handle = m->handle;
     if (handle->kept) continue;
-    handle->kept = handle->pinned = true;
+    handle->kept = true;
     kept_.push_back(handle->id);
   }
 }
@@ -92,9 +89,7 @@ bool DeviceAllocator::keep_no_longer() {
   const bool any = !kept_.empty();
   for (const std::uint32_t id : kept_) {
     Handle* handle = books_.handles.find(id);
-    if (handle == nullptr || !handle->kept) continue;
-    handle->kept = false;
-    if (handle->home != nullptr) handle->home->heap->unpin(handle);
+    if (handle != nullptr) handle->kept = false;
   }
   kept_.clear();
   return any;

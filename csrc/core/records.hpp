@@ -130,10 +130,10 @@ struct Handle {
   std::uint64_t mark = 0;        // the search or plan that has looked at this handle
   std::uint32_t mark_place = 0;  // where the search saw it first
   std::uint32_t id = 0;
-  bool pinned = false;  // in a private pool or a plain segment: never moved while that lives
-  bool kept = false;    // pinned at its home, for a graph: what stood there was freed in a capture
-  bool small = false;   // counts as small in torch's statistics
-  bool exported = false;                // the driver has a descriptor for it
+  bool pinned = false;    // in a private pool or a plain segment: never moved while that lives
+  bool kept = false;      // of a released pool, in place for a graph: see keep_in_place()
+  bool small = false;     // counts as small in torch's statistics
+  bool exported = false;  // the driver has a descriptor for it
   std::shared_ptr<const void> context;  // of what brought it to its home; only with a history
 
   Bytes size() const { return kPage * pages; }

@@ -211,7 +211,7 @@ TEST_F(SharingTest, WorkQueuedMeanwhileRunsOnTheNewMemory) {
   }
 }
 
-TEST_F(SharingTest, MemoryThatWasKeptForAGraphIsOrdinaryWhenItIsReplaced) {
+TEST_F(SharingTest, MemoryThatWasFreedInACaptureCanBeReplaced) {
   const PoolId pool = allocator_->create_pool({});
   const DeviceAddr a = alloc(100_MiB);
   allocator_->begin_capture();
