@@ -27,6 +27,11 @@ constexpr int kClosings =
     64;  // of all fronts, until it is tried again whether one counts at a time
 constexpr std::size_t kTries = 4;  // places of Gate::fronts
 
+// The first place of a stream. Ids can be handles, aligned addresses: their low bits are all the same.
+std::size_t first_place(StreamId stream) {
+  return static_cast<std::size_t>(static_cast<std::uint64_t>(stream) * 0x9E3779B97F4A7C15ull >> 48);
+}
+
 }  // namespace
 
 DeviceAllocator::AllFronts::AllFronts(const DeviceAllocator& allocator)
@@ -44,7 +49,7 @@ void DeviceAllocator::add_front(HeapSet& set) {
   set.front = std::make_unique<Front>(stream, options_.fence_frees - 1);
   fronted_.push_back(&set);
   for (std::size_t i = 0; i < kTries; ++i) {
-    auto& place = gate_.fronts[(static_cast<std::size_t>(stream) + i) % gate_.fronts.size()];
+    auto& place = gate_.fronts[(first_place(stream) + i) % gate_.fronts.size()];
     if (place.load(std::memory_order_relaxed) != nullptr) continue;
     place.store(set.front.get(), std::memory_order_release);
     return;
@@ -54,7 +59,7 @@ void DeviceAllocator::add_front(HeapSet& set) {
 
 Front* DeviceAllocator::front_of(StreamId stream) const {
   for (std::size_t i = 0; i < kTries; ++i) {
-    Front* front = gate_.fronts[(static_cast<std::size_t>(stream) + i) % gate_.fronts.size()].load(
+    Front* front = gate_.fronts[(first_place(stream) + i) % gate_.fronts.size()].load(
         std::memory_order_acquire);
     if (front == nullptr || front->stream() == stream) return front;
   }
