@@ -335,6 +335,7 @@ void MemoryHistory::snapshot(const PoolOf& only_pool, bool include_traces,
       time.t_ = to_us(time.approx_t_);
     }
   }
+  const bool of_allocated = when_.load() == torch_alloc::RecordContext::STATE;
   for (int i = 0; i < devices; ++i) {
     const Device* device = devices_.if_open(i);
     if (device == nullptr) continue;
@@ -345,7 +346,11 @@ void MemoryHistory::snapshot(const PoolOf& only_pool, bool include_traces,
       if (!only) continue;  // this device has nothing of it
     }
     const MemoryLayout layout = device->allocator->layout(only);
-    for (auto& segment : to_torch(index, layout)) out.segments.push_back(std::move(segment));
+    for (auto& segment : to_torch(index, layout)) {
+      // Asked for are the stacks of what is allocated.
+      if (of_allocated && segment.active_size == 0) segment.context_when_allocated = nullptr;
+      out.segments.push_back(std::move(segment));
+    }
     if (to_ns) {
       auto& trace = out.device_traces[static_cast<std::size_t>(i)];
       const std::vector<HistoryEvent> events = device->allocator->history(layout.events);

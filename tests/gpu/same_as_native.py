@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The examples with and without gpumemx: the same losses bit for bit, and no more memory.
 
-Each example runs twice, with deterministic algorithms. Compared at every step: the loss, to the
-bit; requested_bytes, to the byte; allocated_bytes, which must not be above torch's own. Prints a
-line an example; exit status 1 when one differs.
+Each example runs twice, with deterministic algorithms, all at the same time. Compared at every
+step: the loss, to the bit; requested_bytes, to the byte; allocated_bytes, which must not be above
+torch's own. Prints a line an example; exit status 1 when one differs.
 
 python same_as_native.py [--steps N] [EXAMPLE ...]
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
@@ -40,9 +41,15 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=NAMES)
     args = parser.parse_args()
     failed = False
+    with ThreadPoolExecutor() as threads:
+        runs = {
+            (name, gpumemx): threads.submit(run, name, args.steps, gpumemx=gpumemx)
+            for name in args.names
+            for gpumemx in (False, True)
+        }
     for name in args.names:
-        losses, memory, end = run(name, args.steps, gpumemx=False)
-        our_losses, our_memory, our_end = run(name, args.steps, gpumemx=True)
+        losses, memory, end = runs[name, False].result()
+        our_losses, our_memory, our_end = runs[name, True].result()
         same = losses == our_losses and len(losses) == args.steps
         requested = [m[0] for m in memory] == [m[0] for m in our_memory] and len(memory) > 0
         above = max(ours[1] - theirs[1] for theirs, ours in zip(memory, our_memory, strict=True))

@@ -126,6 +126,10 @@ def one(enabled, context, stacks):
             # With "all" where it was freed, else where it was allocated.
             assert ("there" if context == "all" else "here") in names(e["frames"]), e
     free(b)
+    # "state" has the stacks of what is allocated, so none of a segment in which nothing is
+    # (test_memory_plots_free_stack of torch).
+    frames = [g["frames"] for g in snapshot()["segments"]]
+    assert frames and [f != [] for f in frames] == [context in ("alloc", "all")] * len(frames)
 for arguments in itertools.product(("state", "all"), (None, "state", "alloc", "all"), STACKS):
     one(*arguments)
 record(None)
