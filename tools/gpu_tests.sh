@@ -60,24 +60,33 @@ if "$python" -c 'import xdist' 2>/dev/null; then
   "$python" -c 'import pytest_benchmark' 2>/dev/null && side_by_side+=(-p no:benchmark)
 fi
 
+# pytest over the built package; the first argument names the file of results. 5: there were no tests.
+py_tests() {
+  local name=$1 rc=0
+  shift
+  PYTHONPATH="$build/python" PYTHONDONTWRITEBYTECODE=1 "$python" -m pytest -q -p no:cacheprovider \
+    --junitxml "$results/$name.xml" "$@" || rc=$?
+  [ "$rc" -eq 0 ] || [ "$rc" -eq 5 ] || failed=$((failed + 1))
+}
+
 if [ "$with_python" = ON ] && [ -d tests/python ] && "$python" -c 'import pytest' 2>/dev/null; then
-  say "Python tests that need a device"
   cp -r python/gpumemx "$build/python/"
-  rc=0
   folders=(tests/python)
-  "$python" -c 'import torch' 2>/dev/null && folders+=(tests/gpu)  # all of those are about torch
-  PYTHONPATH="$build/python" PYTHONDONTWRITEBYTECODE=1 "$python" -m pytest -q -m gpu \
-    "${side_by_side[@]}" --ignore=tests/gpu/test_graphs_and_pools.py -p no:cacheprovider \
-    --junitxml "$results/python.xml" "${folders[@]}" || rc=$?
-  [ "$rc" -eq 0 ] || [ "$rc" -eq 5 ] || failed=$((failed + 1))  # 5: there are none
+  if "$python" -c 'import torch' 2>/dev/null; then
+    folders+=(tests/gpu)  # all of those are about torch
+    say "a serving engine, which takes all of the device: nothing beside it"
+    py_tests serving tests/gpu/test_serving.py
+  fi
+  say "Python tests that need a device"
+  py_tests python -m gpu "${side_by_side[@]}" --ignore=tests/gpu/test_graphs_and_pools.py \
+    --ignore=tests/gpu/test_serving.py "${folders[@]}"
 fi
 
 # In a process of their own: they install the allocator before CUDA starts.
 if [ "$with_python" = ON ] && PYTHONPATH="$build/python" "$python" -c \
   'import pytest; from gpumemx import _adapter; _adapter.load()' 2>/dev/null; then
   say "graphs and memory pools of torch"
-  PYTHONPATH="$build/python" PYTHONDONTWRITEBYTECODE=1 run "$python" -m pytest -q \
-    "${side_by_side[@]}" -p no:cacheprovider --junitxml "$results/graphs-and-pools.xml" tests/gpu/test_graphs_and_pools.py
+  py_tests graphs-and-pools "${side_by_side[@]}" tests/gpu/test_graphs_and_pools.py
 fi
 
 say "summary"

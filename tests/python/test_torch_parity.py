@@ -139,6 +139,24 @@ def test_what_fails_only_after_another_is_not_lost(root: Path, folder: Path) -> 
 
 
 @pytest.mark.slow
+def test_what_fails_alone_on_native_too_is_unsteady(root: Path, folder: Path) -> None:
+    (folder / "test_cuda.py").write_text(
+        "import builtins\n"
+        "installed = hasattr(builtins, 'parity_installed')\n"
+        "ran = []\n"
+        "def test_a(): ran.append(1)\n"
+        "def test_b(): assert not installed\n"
+        "def test_c(): assert ran and not installed\n"
+    )
+    text = run(root, folder, "test_cuda.py", "--workers", "1")
+    assert "gpumemx: 2 tests again, each alone: 0 passed" in text
+    assert "\nlost test_cuda::test_b: failed" in text
+    assert "lost test_cuda::test_c" not in text
+    assert "\nunsteady, fails alone on native too: test_cuda::test_c: failed" in text
+    assert text.endswith("\n1 of 3 that pass under native pass under gpumemx\n")
+
+
+@pytest.mark.slow
 def test_recorded_outcomes_stand_for_native(root: Path, folder: Path, tmp_path: Path) -> None:
     name = "test_cuda.TestMemory::test_passes"
     recorded = {name: "passed", "test_cuda_trace.TestTrace::test": "passed"}
