@@ -3,7 +3,7 @@
 
 Each run is a process of its own; the two alternate, so that a drift of the machine meets both. The
 processes are forked from this one, which has imported torch and not started CUDA: that halves the
-time. Prints the median of each and the ratio of the medians.
+time. Prints the median of each and the ratio of the medians, and what gpumemx spent in the driver.
 
 python examples.py [--runs N] [--steps N] [EXAMPLE ...]
 """
@@ -22,8 +22,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch  # noqa: F401  for the processes that are forked from this one
+from harness import driver_figures
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
+DRIVER = ("seconds", "seconds_inline", "seconds_growth")
 STEPS = {"train_resnet50": 120, "finetune_encoder": 120, "decoder_kv_cache": 80}
 
 
@@ -33,7 +35,8 @@ def run_here(command: list[str], result: Connection) -> None:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         runpy.run_path(command[0], run_name="__main__")
-    result.send(out.getvalue())
+    driver = driver_figures() if "--gpumemx" in command else {}
+    result.send((out.getvalue(), driver))
 
 
 def run(name: str, steps: int, *, gpumemx: bool) -> dict[str, float]:
@@ -45,7 +48,7 @@ def run(name: str, steps: int, *, gpumemx: bool) -> dict[str, float]:
     process.start()
     theirs.close()
     try:
-        out = result.recv()
+        out, driver = result.recv()
     except EOFError:
         sys.exit(f"{' '.join(command)} failed, see above")
     finally:
@@ -56,7 +59,8 @@ def run(name: str, steps: int, *, gpumemx: bool) -> dict[str, float]:
         "rate": r"([\d.]+) steps/s",
     }
     found = {key: re.search(pattern, out) for key, pattern in figures.items()}
-    return {key: float(match.group(1)) for key, match in found.items() if match}
+    numbers = {key: float(match.group(1)) for key, match in found.items() if match}
+    return numbers | {key: driver[key] for key in DRIVER if key in driver}
 
 
 def main() -> None:
@@ -72,14 +76,16 @@ def main() -> None:
             for gpumemx in (False, True):
                 runs[gpumemx].append(run(name, steps, gpumemx=gpumemx))
         rate = {g: statistics.median(r["rate"] for r in runs[g]) for g in runs}
-        torch, ours = runs[False][0], runs[True][0]
+        native, ours = runs[False][0], runs[True][0]
         print(
             f"{name}: torch {rate[False]:.2f} steps/s, gpumemx {rate[True]:.2f} = "
             f"{rate[True] / rate[False]:.3f} x (median of {args.runs}); peak live "
-            f"{torch['live']:.0f} / {ours['live']:.0f} MiB, reserved {torch['reserved']:.0f} / "
-            f"{ours['reserved']:.0f} MiB = {torch['reserved'] / torch['live']:.3f} / "
+            f"{native['live']:.0f} / {ours['live']:.0f} MiB, reserved {native['reserved']:.0f} / "
+            f"{ours['reserved']:.0f} MiB = {native['reserved'] / native['live']:.3f} / "
             f"{ours['reserved'] / ours['live']:.3f} x live; all rates "
-            f"{[r['rate'] for r in runs[False]]} / {[r['rate'] for r in runs[True]]}",
+            f"{[r['rate'] for r in runs[False]]} / {[r['rate'] for r in runs[True]]}; driver time of "
+            f"gpumemx {ours['seconds_inline'] * 1e3:.0f} ms in threads that allocate, "
+            f"{ours['seconds_growth'] * 1e3:.0f} of it growth, {ours['seconds'] * 1e3:.0f} in all",
             flush=True,
         )
 

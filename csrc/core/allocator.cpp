@@ -364,6 +364,14 @@ bool DeviceAllocator::record_stream(DeviceAddr address, const StreamInfo& stream
   return true;
 }
 
+void DeviceAllocator::begin_capture() {
+  // Whoever has found that there is no capture, and holds streams or frees plain memory therefore, is
+  // through with it before one can begin.
+  const MutexLock work(work_mu_);
+  captures_.fetch_add(1);
+  gate_.reasons.fetch_add(1);
+}
+
 void DeviceAllocator::end_capture() {
   GPUMEMX_CHECK(captures_.fetch_sub(1) > 0, "end_capture() without begin_capture()");
   gate_.reasons.fetch_sub(1);

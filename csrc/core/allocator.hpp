@@ -195,12 +195,10 @@ class DeviceAllocator {
   // complete before the pool is released.
   void note_stream(const StreamInfo& stream) GPUMEMX_EXCLUDES(mu_);
 
-  // Between the two, no request waits, no plain memory is freed. May nest. end_capture() comes after
-  // the driver's end of the capture and before its stream is destroyed.
-  void begin_capture() {
-    captures_.fetch_add(1);
-    gate_.reasons.fetch_add(1);
-  }
+  // Between the two, no request waits, no plain memory is freed, no memory is moved. May nest.
+  // begin_capture() comes before the driver's begin of the capture; end_capture() after its end and
+  // before its stream is destroyed.
+  void begin_capture() GPUMEMX_EXCLUDES(work_mu_, mu_);
   void end_capture() GPUMEMX_EXCLUDES(work_mu_, mu_);
 
   // --- other processes and other devices (sharing.cpp)

@@ -65,6 +65,7 @@ bool DeviceAllocator::poll() {
     Timeline* line;
     Timeline::Fence fence;
     bool reached;
+    bool lost;
   };
   std::vector<Question> questions;
   std::vector<EventId> used;
@@ -74,22 +75,24 @@ bool DeviceAllocator::poll() {
     MutexLock lock(mu_);
     for (Timeline* line : timeline_list_) {
       while (const auto event = line->pop_reached()) used.push_back(*event);
-      if (const auto* open = line->oldest_open()) questions.push_back({line, *open, false});
+      if (const auto* open = line->oldest_open()) questions.push_back({line, *open, false, false});
     }
   }
   while (!questions.empty()) {
     for (Question& q : questions) {
       const auto reached = driver_.query(q.fence.event);
       q.reached = (reached.ok() && reached.value()) || planted(Fault::kEventSkipped);
+      q.lost = !reached.ok() && reached.error().code == Errc::kCaptureActive;
     }
     MutexLock lock(mu_);
     std::vector<Question> next;
     for (const Question& q : questions) {
+      if (q.lost && q.line->lose(q.fence.event)) used.push_back(q.fence.event);
       if (!q.reached) continue;
       any = true;
       q.line->reached(q.fence.epoch);
       while (const auto event = q.line->pop_reached()) used.push_back(*event);
-      if (const auto* open = q.line->oldest_open()) next.push_back({q.line, *open, false});
+      if (const auto* open = q.line->oldest_open()) next.push_back({q.line, *open, false, false});
     }
     if (next.empty() && any) retire_pending();
     questions = std::move(next);

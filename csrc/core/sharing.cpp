@@ -79,16 +79,19 @@ Result<SharedRange> DeviceAllocator::share(DeviceAddr address) {
   if (shut_down_) return Error{Errc::kShuttingDown, {}, "share"};
   const RelaxedCapture relaxed(driver_);
   if (const auto known = share_as_it_is(address)) return *known;
-  if (captures_.load() > 0) {
+  const auto while_capturing = [] {
     return Error{Errc::kCaptureActive, {}, "share: memory can't be moved during a capture"};
-  }
+  };
+  if (captures_.load() > 0) return while_capturing();
 
   for (int tries = 0; tries < kHoldTries; ++tries) {
     // With no lock held: what the device waits for may be another thread's request.
     close_epochs();
     if (const Status idle = driver_.synchronize(); !idle.ok()) return idle.error();
     const MutexLock work(work_mu_);
-    poll();  // what is free is known to be idle too
+    if (captures_.load() > 0)
+      return while_capturing();  // none begins from here on: begin_capture()
+    poll();                      // what is free is known to be idle too
     std::vector<StreamRef> streams;
     {
       const MutexLock lock(mu_);

@@ -42,6 +42,14 @@ Timeline::Fence* Timeline::oldest_open() {
   return nullptr;
 }
 
+bool Timeline::lose(EventId event) {
+  const Fence* fence = find(event);
+  if (fence == nullptr || fence->waiters > 0) return false;
+  fences_.erase(fences_.begin() + (fence - fences_.data()));
+  reopen(1, {});
+  return true;
+}
+
 std::optional<EventId> Timeline::pop_reached() {
   for (auto it = fences_.begin(); it != fences_.end() && it->epoch <= done_; ++it) {
     if (it->waiters > 0) continue;

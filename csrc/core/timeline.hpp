@@ -96,6 +96,9 @@ class Timeline {
   void reached(std::uint64_t epoch) {
     if (epoch > done_) done_ = epoch;
   }
+  // A capture has the event (DeviceDriver::query): it is removed, to be recycled, and its frees count as
+  // open again. False while somebody waits on it.
+  bool lose(EventId event);
   // An event of an epoch that is done and that nobody waits on: removed, to be recycled.
   std::optional<EventId> pop_reached();
 

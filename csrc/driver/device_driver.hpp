@@ -145,10 +145,12 @@ class DeviceDriver {
   virtual Result<StreamId> stream_id(std::uint64_t native) = 0;
 
   // Marks the end of the work now queued on `stream`. Never blocks. REQUIRES: the stream exists.
-  // Fails: kCaptureActive while the stream captures; kInvalidArgument for the per-thread default stream
-  // of a thread other than the calling one. Then nothing is recorded.
+  // Fails: kCaptureActive while the stream captures, or when another thread has it begin to meanwhile;
+  // kInvalidArgument for the per-thread default stream of a thread other than the calling one. Then
+  // there is no event.
   virtual Result<EventId> record(StreamRef stream) = 0;
-  // True when all work before the event is done; true for ever after.
+  // True when all work before the event is done; true for ever after. Fails: kCaptureActive when a
+  // capture that began and ended while the event was being recorded has it; such an event says nothing.
   virtual Result<bool> query(EventId event) = 0;
   virtual Status wait(EventId event) = 0;  // blocks the calling thread until query() would be true
   // The same until it would be true for one of them, whichever that is; the earlier ones in the list

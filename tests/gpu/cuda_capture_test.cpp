@@ -86,5 +86,47 @@ TEST_F(CudaCapture, IsNotDisturbedByAStormOfRequests) {
               steps_in_captures);
 }
 
+// Events are recorded on the streams of all threads. One that a capture has got must not be asked for:
+// that would end the capture.
+TEST_F(CudaCapture, BeginsWhileAnotherThreadRecordsOnTheStream) {
+  constexpr int kCaptures = 3000;
+  const StreamRef stream = lab_->new_stream();
+  const AddrRange range = allocate(2_MiB, permanent(stream));
+  std::atomic<bool> stop{false};
+  std::atomic<int> recorded{0}, refused{0};
+  std::thread other([&] {
+    const RelaxedCapture relaxed(*driver_);
+    while (!stop) {
+      const auto event = driver_->record(stream);
+      if (!event.ok()) {
+        EXPECT_EQ(event.error().code, Errc::kCaptureActive);
+        ++refused;
+        continue;
+      }
+      ++recorded;
+      (void)driver_->query(event.value());
+      driver_->recycle(event.value());
+    }
+  });
+  int valid = 0;
+  for (int i = 0; i < kCaptures; ++i) {
+    lab_->begin_capture(stream);
+    lab_->set_words(stream, range, 1);
+    const auto graph = lab_->end_capture(stream);
+    if (!graph) continue;
+    ++valid;
+    lab_->destroy(*graph);
+  }
+  stop = true;
+  other.join();
+  EXPECT_EQ(valid, kCaptures);
+  EXPECT_GT(recorded, 100);
+  EXPECT_GT(refused, 100);
+  std::printf("  %d captures valid, %d events recorded, %d not\n", valid, recorded.load(),
+              refused.load());
+  lab_->synchronize(stream);
+  allocator_->free(range.begin);
+}
+
 }  // namespace
 }  // namespace gpumemx

@@ -717,6 +717,7 @@ class ProgramRunner {
         DriverCall::kSetAccess, DriverCall::kWait};
     // One at a time: a failure on the way back from another loses an address.
     gpu_.clear_failures();
+    if (op.a % 64 == 9) return gpu_.lose_next_event();
     const DriverCall call = kCalls[op.a % std::size(kCalls)];
     const bool is_limited = program_.device.max_mappings < 500'000;  // set_access() fails by itself
     if (call != DriverCall::kUnmap || !is_limited) gpu_.fail_nth(call, op.b);

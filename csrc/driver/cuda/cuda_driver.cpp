@@ -30,6 +30,19 @@ CUevent as_event(EventId event) {
   return reinterpret_cast<CUevent>(static_cast<std::uintptr_t>(event));
 }
 
+// CUDA_ERROR_STREAM_CAPTURE_IMPLICIT while the stream captures; the driver says that of the legacy stream
+// while a stream captures that it would wait for.
+CUresult capture_state(const EntryPoints& cu, StreamRef stream) {
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  const CUresult r = cu.stream_is_capturing(as_stream(stream), &status);
+  if (r != CUDA_SUCCESS || status == CU_STREAM_CAPTURE_STATUS_NONE) return r;
+  return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+}
+
+Error capturing() {
+  return {Errc::kCaptureActive, {}, "CudaDriver::record: the stream is capturing"};
+}
+
 Errc code_of(CUresult result) {
   switch (result) {
     case CUDA_ERROR_OUT_OF_MEMORY: return Errc::kOutOfMemory;
@@ -37,6 +50,7 @@ Errc code_of(CUresult result) {
     case CUDA_ERROR_CONTEXT_IS_DESTROYED: return Errc::kShuttingDown;
     case CUDA_ERROR_NOT_SUPPORTED:
     case CUDA_ERROR_NO_DEVICE: return Errc::kUnsupported;
+    case CUDA_ERROR_CAPTURED_EVENT: return Errc::kCaptureActive;  // see record()
     case CUDA_ERROR_INVALID_VALUE:
     case CUDA_ERROR_INVALID_HANDLE:
     case CUDA_ERROR_INVALID_DEVICE:
@@ -417,14 +431,9 @@ Status CudaDriver::free(DeviceAddr address) {
 Result<EventId> CudaDriver::record(StreamRef stream) {
   const ContextScope scope(*this);
   if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
-  // Asked first: recorded in a capture, an event would become a node of somebody's graph.
-  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-  CUresult r = cu_.stream_is_capturing(as_stream(stream), &status);
-  // IMPLICIT: the legacy stream, while a stream captures that it would wait for.
-  if (r == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT ||
-      (r == CUDA_SUCCESS && status != CU_STREAM_CAPTURE_STATUS_NONE)) {
-    return Error{Errc::kCaptureActive, {}, "CudaDriver::record: the stream is capturing"};
-  }
+  // Asked first: recorded in a capture, an event belongs to somebody's graph.
+  CUresult r = capture_state(cu_, stream);
+  if (r == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT) return capturing();
   if (r != CUDA_SUCCESS) return fail("cuStreamIsCapturing", r);
   if (as_stream(stream) == CU_STREAM_PER_THREAD) {
     // In each thread the name of another stream: elsewhere the event would be on the wrong one.
@@ -450,6 +459,12 @@ Result<EventId> CudaDriver::record(StreamRef stream) {
   if (r != CUDA_SUCCESS) {
     recycle(id);
     return fail("cuEventRecord", r);
+  }
+  // And asked again: the stream may be another thread's, which has begun a capture since. That has the
+  // event then, and would become invalid if anybody asked for it.
+  if (capture_state(cu_, stream) != CUDA_SUCCESS) {
+    (void)cu_.event_destroy(event);
+    return capturing();
   }
   return id;
 }

@@ -109,6 +109,13 @@ std::optional<Refusal> SimDriver::unknown(EventId event) const {
                 (by == 0 ? std::string() : ", recycled by recycle #" + std::to_string(by)));
 }
 
+std::optional<Refusal> SimDriver::unusable(EventId event) {
+  if (auto why = unknown(event)) return why;
+  if (!streams_.find(event)->captured) return std::nullopt;
+  ++lost_events_asked_;
+  return Refusal{Errc::kCaptureActive, "a capture has the event"};
+}
+
 Result<AddrRange> SimDriver::reserve(Bytes size, Bytes alignment) {
   constexpr auto kCall = DriverCall::kReserve;
   if (!announce(kCall)) return shutting_down(kCall);
@@ -384,7 +391,7 @@ Result<EventId> SimDriver::record(StreamRef stream) {
     return refuse(call, {Errc::kCaptureActive, describe(stream.id) + " is capturing"});
   }
   charge(kCall);
-  const EventId event = streams_.record(stream, serial_);
+  const EventId event = streams_.record(stream, serial_, std::exchange(lose_next_event_, false));
   streams_.catch_up();
   return event;
 }
@@ -395,7 +402,7 @@ Result<bool> SimDriver::query(EventId event) {
   MutexLock lock(mu_);
   if (auto error = begin(kCall)) return *error;
   if (auto error = refuse_if_captures_forbid(kCall)) return *error;
-  if (auto why = unknown(event)) return refuse({kCall, serial_, {}}, *why);
+  if (auto why = unusable(event)) return refuse({kCall, serial_, {}}, *why);
   charge(kCall);
   return streams_.done(*streams_.find(event));
 }
@@ -423,7 +430,7 @@ Status SimDriver::wait(EventId event) {
   MutexLock lock(mu_);
   if (auto error = begin(kCall)) return *error;
   if (auto error = refuse_if_captures_forbid(kCall)) return *error;
-  if (auto why = unknown(event)) return refuse({kCall, serial_, {}}, *why);
+  if (auto why = unusable(event)) return refuse({kCall, serial_, {}}, *why);
   charge(kCall);
   wait_until(SimStreams::Event(*streams_.find(event)));
   return ok_status();
@@ -438,7 +445,7 @@ Result<std::size_t> SimDriver::wait_any(const std::vector<EventId>& events) {
   if (events.empty())
     return refuse({kCall, serial_, {}}, {Errc::kInvalidArgument, "no event", true});
   for (const EventId event : events) {
-    if (auto why = unknown(event)) return refuse({kCall, serial_, {}}, *why);
+    if (auto why = unusable(event)) return refuse({kCall, serial_, {}}, *why);
   }
   charge(kCall);
   std::size_t first = 0;
@@ -689,6 +696,11 @@ void SimDriver::destroy_graph(GraphId graph) {
   captures_.destroy(graph);
 }
 
+void SimDriver::lose_next_event() {
+  MutexLock lock(mu_);
+  lose_next_event_ = true;
+}
+
 void SimDriver::fail_nth(DriverCall call, std::uint64_t n) {
   MutexLock lock(mu_);
   faults_.fail_nth(call, n);
@@ -711,7 +723,7 @@ void SimDriver::clear_failures() {
 
 std::uint64_t SimDriver::faults_fired() const {
   MutexLock lock(mu_);
-  return faults_.fired();
+  return faults_.fired() + lost_events_asked_;
 }
 
 void SimDriver::set_call_hook(std::function<void(DriverCall)> hook) {

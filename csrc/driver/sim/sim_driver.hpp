@@ -118,6 +118,10 @@ class SimDriver final : public DeviceDriver {
   void replay_graph(GraphId graph, StreamRef stream) GPUMEMX_EXCLUDES(mu_);
   void destroy_graph(GraphId graph) GPUMEMX_EXCLUDES(mu_);
 
+  // As if a capture had begun and ended within the next record(): query() and wait() of that event fail
+  // with kCaptureActive, and count as faults.
+  void lose_next_event() GPUMEMX_EXCLUDES(mu_);
+
   // Failures on demand: see Faults. The call fails with kOutOfMemory (create, set_access, allocate)
   // or kDriverFailure (all others) and has no effect.
   void fail_nth(DriverCall call, std::uint64_t n) GPUMEMX_EXCLUDES(mu_);
@@ -170,6 +174,7 @@ class SimDriver final : public DeviceDriver {
   std::optional<Error> refuse_if_captures_forbid(DriverCall call) GPUMEMX_REQUIRES(mu_);
   std::optional<Refusal> unusable(StreamRef stream) const GPUMEMX_REQUIRES(mu_);
   std::optional<Refusal> unknown(EventId event) const GPUMEMX_REQUIRES(mu_);
+  std::optional<Refusal> unusable(EventId event) GPUMEMX_REQUIRES(mu_);
   void note(std::string hazard) GPUMEMX_REQUIRES(mu_);
   void note_queued_uses(const PastCall& call, DeviceAddr mapping) GPUMEMX_REQUIRES(mu_);
   void finish_all() GPUMEMX_REQUIRES(mu_);
@@ -195,6 +200,8 @@ class SimDriver final : public DeviceDriver {
   std::map<HoldId, std::vector<StreamRef>> holds_ GPUMEMX_GUARDED_BY(mu_);
   std::int64_t waited_us_ GPUMEMX_GUARDED_BY(mu_) = 0;
   std::uint64_t waits_ GPUMEMX_GUARDED_BY(mu_) = 0;
+  bool lose_next_event_ GPUMEMX_GUARDED_BY(mu_) = false;
+  std::uint64_t lost_events_asked_ GPUMEMX_GUARDED_BY(mu_) = 0;
 
   std::atomic<bool> is_shut_down_{false};
   std::atomic<std::uint64_t> calls_after_shutdown_{0};

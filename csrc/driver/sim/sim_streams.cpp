@@ -192,7 +192,7 @@ const SimStreams::Item* SimStreams::find(StreamId id, std::uint64_t seq) const {
   return it == queue.end() || it->seq != seq ? nullptr : &*it;
 }
 
-EventId SimStreams::record(StreamRef stream, std::uint64_t serial) {
+EventId SimStreams::record(StreamRef stream, std::uint64_t serial, bool captured) {
   Item item;
   item.kind = Item::Kind::kEvent;
   item.serial = serial;
@@ -206,7 +206,7 @@ EventId SimStreams::record(StreamRef stream, std::uint64_t serial) {
   }
   EventSlot& event = events_[slot];
   ++event.life;
-  event.event = {stream.id, seq, at(stream.id).tail_due};
+  event.event = {stream.id, seq, at(stream.id).tail_due, captured};
   ++live_events_;
   return event_id(slot, event.life);
 }

@@ -44,6 +44,7 @@ class SimStreams {
     StreamId stream{};
     std::uint64_t seq = 0;
     std::int64_t due = 0;
+    bool captured = false;  // SimDriver::lose_next_event()
   };
   // Runs one item whose time has come. It may not queue anything.
   using Runner = std::function<void(StreamId, const Item&)>;
@@ -84,8 +85,9 @@ class SimStreams {
   bool done(StreamId stream, std::uint64_t seq) const { return seq <= at(stream).done_seq; }
   const Item* find(StreamId stream, std::uint64_t seq) const;  // null once it ran
 
-  EventId record(StreamRef stream, std::uint64_t serial);  // REQUIRES: is_alive(stream)
-  const Event* find(EventId event) const;                  // null for one that is not live
+  // REQUIRES: is_alive(stream)
+  EventId record(StreamRef stream, std::uint64_t serial, bool captured);
+  const Event* find(EventId event) const;  // null for one that is not live
   bool done(const Event& event) const;
   void run_up_to(const Event& event);
   void recycle(EventId event, std::uint64_t serial);  // REQUIRES: find(event)

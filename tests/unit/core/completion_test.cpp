@@ -221,6 +221,43 @@ TEST_F(CompletionTest, AnEventThatCouldNotBeRecordedIsMadeUpForByALaterOne) {
   EXPECT_EQ(paths().created, created);
 }
 
+// A capture that begins on another thread's stream within a call that records there, and is over before
+// the event is asked for.
+TEST_F(CompletionTest, AnEventThatACaptureHasIsMadeUpForByALaterOne) {
+  const DeviceAddr x = alloc(64_MiB);
+  gpu_.lose_next_event();
+  free(x);
+  EXPECT_EQ(paths().fences, 1u);
+  gpu_.complete_all();
+  alloc(64_MiB, b_);  // a miss: the event says nothing, and is given up
+  EXPECT_EQ(gpu_.live_events(), 0u);
+  alloc(64_MiB, b_);  // records another
+  EXPECT_EQ(gpu_.live_events(), 1u);
+  gpu_.complete_all();
+  const std::uint64_t created = paths().created;
+  alloc(64_MiB, b_);
+  EXPECT_EQ(paths().created, created);
+}
+
+// Nothing is recorded, and the capture stays valid.
+TEST_F(CompletionTest, ACaptureThatBeginsWithinARecordOfAnotherThreadStaysValid) {
+  const DeviceAddr x = alloc(1_MiB);
+  free(x);  // too little for an event at once
+  bool began = false;
+  gpu_.set_call_hook([&](DriverCall call) {
+    if (call != DriverCall::kRecord || began) return;
+    began = true;
+    gpu_.begin_capture(main_, CaptureMode::kGlobal);
+  });
+  alloc(64_MiB, b_);  // a miss: an event is wanted on every stream
+  gpu_.set_call_hook(nullptr);
+  ASSERT_TRUE(began);
+  EXPECT_EQ(paths().fences, 0u);
+  alloc(64_MiB, b_);
+  EXPECT_TRUE(gpu_.end_capture(main_).ok());
+  gpu_.complete_all();
+}
+
 TEST_F(CompletionTest, ARequestWaitsOnlyWhenNothingElseIsLeft) {
   free(alloc(3_GiB));
   gpu_.reset_meter();

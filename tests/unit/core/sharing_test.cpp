@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <future>
 #include <map>
 #include <random>
 #include <thread>
@@ -329,6 +331,36 @@ TEST_F(SharingTest, NothingIsMovedDuringACapture) {
   share(mixed);
   free(mixed);
   free(even);
+}
+
+TEST_F(SharingTest, ACaptureThatBeginsWhileTheDeviceIsWaitedForKeepsTheMemoryInPlace) {
+  const DeviceAddr mixed = alloc(100_MiB);
+  gpu_.set_call_hook([&](DriverCall call) {
+    if (call == DriverCall::kSynchronize) allocator_->begin_capture();
+  });
+  EXPECT_EQ(error_of(allocator_->share(mixed)), Errc::kCaptureActive);
+  gpu_.set_call_hook(nullptr);
+  EXPECT_EQ(calls(DriverCall::kHold), 0u);
+  allocator_->end_capture();
+  share(mixed);
+  free(mixed);
+}
+
+// What holds the streams would be part of the graph.
+TEST_F(SharingTest, NoCaptureBeginsWhileStreamsAreHeld) {
+  const DeviceAddr mixed = alloc(100_MiB);
+  std::future<void> capture;
+  gpu_.set_call_hook([&](DriverCall call) {
+    if (call != DriverCall::kHold || capture.valid()) return;
+    capture = std::async(std::launch::async, [&] { allocator_->begin_capture(); });
+    EXPECT_EQ(capture.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout);
+  });
+  share(mixed);
+  ASSERT_TRUE(capture.valid());
+  capture.get();
+  gpu_.set_call_hook(nullptr);
+  allocator_->end_capture();
+  free(mixed);
 }
 
 TEST_F(SharingTest, AnImportThatEndsInACaptureIsClosedByTheNext) {

@@ -50,6 +50,21 @@ TEST_F(TimelineTest, AFreeBetweenAdvanceAndTheEventWaitsForALaterEvent) {
   EXPECT_TRUE(late.complete());
 }
 
+TEST_F(TimelineTest, TheFreesOfALostEventAreOpenAgain) {
+  line_.note_free(1_MiB);
+  const std::uint64_t first = line_.advance(), second = line_.advance();
+  line_.add_fence(first, EventId{1}, 1);
+  line_.add_fence(second, EventId{2}, 2);
+  line_.find(EventId{1})->waiters = 1;
+  EXPECT_FALSE(line_.lose(EventId{1}));  // somebody waits on it
+  EXPECT_FALSE(line_.lose(EventId{3}));
+  EXPECT_EQ(line_.open_frees(), 0u);
+  line_.find(EventId{1})->waiters = 0;
+  EXPECT_TRUE(line_.lose(EventId{1}));
+  EXPECT_EQ(line_.open_frees(), 1u);
+  EXPECT_EQ(fence_epochs(), (std::vector<std::uint64_t>{second}));
+}
+
 TEST_F(TimelineTest, AReachedEpochCompletesAllStampsUpToIt) {
   const Stamp one{&line_, line_.advance()}, two{&line_, line_.advance()},
       three{&line_, line_.advance()};
