@@ -83,8 +83,8 @@ def main() -> None:
             f"{native['live']:.0f} / {ours['live']:.0f} MiB, reserved {native['reserved']:.0f} / "
             f"{ours['reserved']:.0f} MiB = {native['reserved'] / native['live']:.3f} / "
             f"{ours['reserved'] / ours['live']:.3f} x live; all rates "
-            f"{[r['rate'] for r in runs[False]]} / {[r['rate'] for r in runs[True]]}; driver time of "
-            f"gpumemx {ours['seconds_inline'] * 1e3:.0f} ms in threads that allocate, "
+            f"{[r['rate'] for r in runs[False]]} / {[r['rate'] for r in runs[True]]}; "
+            f"driver time of gpumemx {ours['seconds_inline'] * 1e3:.0f} ms in threads that allocate, "
             f"{ours['seconds_growth'] * 1e3:.0f} of it growth, {ours['seconds'] * 1e3:.0f} in all",
             flush=True,
         )
