@@ -4,7 +4,7 @@
 # tools/gpu_benchmarks.sh [--tiny] [SECTION]... [-- ARGUMENT...]
 #
 #   pairs traces checked   benchmarks/gpu/allocator_bench.py
-#   loops largest habits host   the script of that name (host: host_bound.py)
+#   examples loops largest habits host   the script of that name (host: host_bound.py)
 #
 # Builds what the benchmarks need and runs the sections named, or all, on a machine with a device that
 # need not reach any network; the tables are printed last. The arguments after -- go to the scripts in
@@ -18,7 +18,7 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-all=(pairs traces checked loops largest habits host)
+all=(pairs traces checked examples loops largest habits host)
 sections=()
 tiny=()
 given=0
@@ -70,6 +70,7 @@ command_of() {
     pairs) set -- allocator_bench.py --sections pairs ;;
     traces) set -- allocator_bench.py --sections traces "${traces[@]}" ;;
     checked) set -- allocator_bench.py --sections checked "${traces[@]}" ;;
+    examples) set -- examples.py ;;
     loops)
       set -- loops.py
       short=(--runs 1 --steps 24 --loops bert llm unet)

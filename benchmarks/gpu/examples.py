@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Steps a second and peak memory of the examples, torch's own allocator and gpumemx in turn.
+"""Steps a second and peak memory of the examples, with each allocator in turn.
 
-Each run is a process of its own; the two alternate, so that a drift of the machine meets both. The
-processes are forked from this one, which has imported torch and not started CUDA: that halves the
-time. Prints the median of each and the ratio of the medians, and what gpumemx spent in the driver.
+steps/s         median of the runs, each a process of its own; in brackets, of the first allocator's
+live, reserved  most bytes, MiB, and reserved by live
+driver          ms that gpumemx spent in the driver: threads that allocate / of it for growth / all
 
-python examples.py [--runs N] [--steps N] [EXAMPLE ...]
+python examples.py [--runs N] [--steps N] [--allocators NAME ...] [EXAMPLE ...]
 """
 
 from __future__ import annotations
@@ -13,81 +13,88 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import multiprocessing
 import re
 import runpy
-import statistics
 import sys
-from multiprocessing.connection import Connection
+from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 
-import torch  # noqa: F401  for the processes that are forked from this one
-from harness import driver_figures
+from harness import Job, Result, Worker, add_arguments, driver_figures, median, serve, show, table
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
-DRIVER = ("seconds", "seconds_inline", "seconds_growth")
 STEPS = {"train_resnet50": 120, "finetune_encoder": 120, "decoder_kv_cache": 80}
+DRIVER = ("seconds_inline", "seconds_growth", "seconds")
 
 
-def run_here(command: list[str], result: Connection) -> None:
-    """Run a program in this process as `python COMMAND` would, and send what it prints."""
-    sys.argv = command
+# --- in a worker
+
+
+def work(job: Job) -> Result:
+    """Run an example, unchanged, on the allocator of this process."""
+    words = [str(EXAMPLES / f"{job['name']}.py"), "--steps", str(job["steps"])]
+    sys.argv = words + (["--tiny", "--device", "cpu"] if job["tiny"] else [])
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        runpy.run_path(command[0], run_name="__main__")
-    driver = driver_figures() if "--gpumemx" in command else {}
-    result.send((out.getvalue(), driver))
-
-
-def run(name: str, steps: int, *, gpumemx: bool) -> dict[str, float]:
-    command = [str(EXAMPLES / f"{name}.py"), "--steps", str(steps)]
-    command += ["--gpumemx"] if gpumemx else []
-    fork = multiprocessing.get_context("fork")
-    result, theirs = fork.Pipe(duplex=False)
-    process = fork.Process(target=run_here, args=(command, theirs))
-    process.start()
-    theirs.close()
-    try:
-        out, driver = result.recv()
-    except EOFError:
-        sys.exit(f"{' '.join(command)} failed, see above")
-    finally:
-        process.join()
+        runpy.run_path(sys.argv[0], run_name="__main__")
     figures = {
         "live": r"peak live ([\d.]+) MiB",
         "reserved": r"peak reserved ([\d.]+) MiB",
         "rate": r"([\d.]+) steps/s",
     }
-    found = {key: re.search(pattern, out) for key, pattern in figures.items()}
-    numbers = {key: float(match.group(1)) for key, match in found.items() if match}
-    return numbers | {key: driver[key] for key in DRIVER if key in driver}
+    found = {key: re.search(pattern, out.getvalue()) for key, pattern in figures.items()}
+    result = {key: float(match.group(1)) for key, match in found.items() if match}
+    driver = {} if job["tiny"] else driver_figures()
+    return result | {key: driver[key] for key in DRIVER if key in driver}
+
+
+# --- in the parent
+
+
+def row(who: str, runs: list[Result], first: list[Result]) -> list[str]:
+    def of(key: str, among: list[Result] = runs) -> float:
+        return median(r[key] for r in among if key in r)
+
+    rate, live, reserved = of("rate"), of("live"), of("reserved")
+    driver = " / ".join(show(of(key) * 1e3, ".0f") for key in DRIVER)
+    return [
+        who,
+        f"{show(rate, '.2f')} ({show(rate / of('rate', first), '.3f')})",
+        ", ".join(show(r.get("rate"), ".2f") for r in runs),
+        show(live, ",.0f"),
+        f"{show(reserved, ',.0f')} ({show(reserved / live, '.3f')})",
+        driver,
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser, runs=5)
+    parser.set_defaults(allocators=["native", "gpumemx"])
     parser.add_argument("--steps", type=int, help="instead of each example's own number")
-    parser.add_argument("names", nargs="*", default=list(STEPS))
+    parser.add_argument("names", nargs="*", metavar="EXAMPLE", help="default: all")
     args = parser.parse_args()
-    for name in args.names:
-        steps = args.steps or STEPS[name]
-        runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
-        for _ in range(args.runs):
-            for gpumemx in (False, True):
-                runs[gpumemx].append(run(name, steps, gpumemx=gpumemx))
-        rate = {g: statistics.median(r["rate"] for r in runs[g]) for g in runs}
-        native, ours = runs[False][0], runs[True][0]
-        print(
-            f"{name}: torch {rate[False]:.2f} steps/s, gpumemx {rate[True]:.2f} = "
-            f"{rate[True] / rate[False]:.3f} x (median of {args.runs}); peak live "
-            f"{native['live']:.0f} / {ours['live']:.0f} MiB, reserved {native['reserved']:.0f} / "
-            f"{ours['reserved']:.0f} MiB = {native['reserved'] / native['live']:.3f} / "
-            f"{ours['reserved'] / ours['live']:.3f} x live; all rates "
-            f"{[r['rate'] for r in runs[False]]} / {[r['rate'] for r in runs[True]]}; "
-            f"driver time of gpumemx {ours['seconds_inline'] * 1e3:.0f} ms in threads that allocate, "
-            f"{ours['seconds_growth'] * 1e3:.0f} of it growth, {ours['seconds'] * 1e3:.0f} in all",
-            flush=True,
-        )
+    if args.serve:
+        serve(args.serve, work)
+        return
+    with ExitStack() as stack:
+        workers = {who: stack.enter_context(Worker(who)) for who in args.allocators}
+        for name in args.names or STEPS:
+            steps = args.steps or STEPS[name]
+            runs: dict[str, list[Result]] = defaultdict(list)
+            for _ in range(args.runs):
+                for who, worker in workers.items():
+                    result = worker.run(name=name, steps=steps, tiny=args.tiny)
+                    if failed := result.get("failed"):
+                        print(f"{name}, {who}: {failed}", flush=True)
+                    else:
+                        runs[who].append(result)
+            print(f"\n{name}, {steps} steps")
+            first = runs[args.allocators[0]]
+            head = ["", "steps/s", "each", "live", "reserved", "driver"]
+            table(head, [row(who, runs[who], first) for who in workers])
 
 
 if __name__ == "__main__":
