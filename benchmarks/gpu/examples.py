@@ -23,7 +23,7 @@ from pathlib import Path
 from harness import Job, Result, Worker, add_arguments, driver_figures, median, serve, show, table
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
-STEPS = {"train_resnet50": 120, "finetune_encoder": 120, "decoder_kv_cache": 80}
+STEPS = {"train_resnet50": 250, "finetune_encoder": 120, "decoder_kv_cache": 120}
 DRIVER = ("seconds_inline", "seconds_growth", "seconds")
 
 

@@ -57,6 +57,10 @@ std::optional<Hit> find_hit(const Heap& heap, Bytes size, int scan) {
       best = Hit{block, block->begin, nothing_new};
       return;
     }
+    // Wherever it stands, no more of it than `held` is on busy handles: most blocks can't win.
+    const std::int64_t least = -static_cast<std::int64_t>(std::min(block->held, size).n);
+    if (best && (least > best->waste || (least == best->waste && block->size >= best_block)))
+      return;
     const ReadyEnds ends(*block);
     const DeviceAddr last = block->end() - size;
     const DeviceAddr rounded_first = page_up(block->begin);
