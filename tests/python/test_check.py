@@ -81,5 +81,5 @@ def test_with_a_device_it_works() -> None:
         pytest.skip("there is no device")
     status, text = check()
     assert status == 0, text
-    assert re.search("virtual memory +yes, pages of 2 MiB", text), text
+    assert re.search("virtual memory +yes, pages of 2.00 MiB", text), text
     assert text.splitlines()[-1] == "gpumemx works here."
