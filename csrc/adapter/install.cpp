@@ -21,7 +21,7 @@ std::atomic<TorchAllocator*> the_installed{nullptr};
 
 struct Shown {
   Mutex mu;
-  Settings settings GPUMEMX_GUARDED_BY(mu);
+  SettingSet settings GPUMEMX_GUARDED_BY(mu);
   std::string complaint GPUMEMX_GUARDED_BY(mu);
 };
 Shown& shown() {
@@ -31,8 +31,8 @@ Shown& shown() {
 
 // torch's parser asks this set whether a key that it does not know is somebody else's.
 void accept_our_keys() {
-  for (const Settings::Key& key : Settings::known_keys()) {
-    TorchConfig::getMutableKeys().insert(std::string(Settings::kTorchPrefix) + key.name);
+  for (const SettingSet::Key& key : SettingSet::known_keys()) {
+    TorchConfig::getMutableKeys().insert(std::string(SettingSet::kTorchPrefix) + key.name);
   }
 }
 
@@ -67,7 +67,7 @@ std::string settings_complaint() {
   return s.complaint;
 }
 
-std::vector<Settings::Entry> settings_in_force() {
+std::vector<SettingSet::Entry> settings_in_force() {
   Shown& s = shown();
   MutexLock lock(s.mu);
   return s.settings.list();
@@ -86,7 +86,7 @@ std::optional<std::string> install(InstallRequest request) {
   if (started && !request.late) return "CUDA has started already";
 
   // GPUMEMX_CONF and the arguments win over torch's variables.
-  Settings settings;
+  SettingSet settings;
   if (auto wrong = settings.apply_torch_environment()) return wrong;
   if (auto wrong = settings.overlay(request.settings)) return wrong;
   accept_our_keys();

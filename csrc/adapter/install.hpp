@@ -8,12 +8,12 @@
 
 #include "adapter/torch_allocator.hpp"
 #include "runtime/registry.hpp"
-#include "runtime/settings.hpp"
+#include "runtime/setting_set.hpp"
 
 namespace gpumemx::adapter {
 
 struct InstallRequest {
-  Settings settings;  // with everything but torch's variables, which install() reads itself
+  SettingSet settings;  // with everything but torch's variables, which install() reads itself
   // Also when torch's own allocator is in use already: its blocks stay its own.
   bool late = false;
   DeviceRegistry::OpenDriver open;  // libcuda where empty
@@ -32,6 +32,6 @@ TorchAllocator* installed();
 std::string settings_complaint();
 
 // What is in force and where it came from. REQUIRES: installed().
-std::vector<Settings::Entry> settings_in_force();
+std::vector<SettingSet::Entry> settings_in_force();
 
 }  // namespace gpumemx::adapter
