@@ -20,12 +20,27 @@ struct InstallRequest {
   int simulated_devices = 0;        // with `open`: torch can't count devices that are not there
 };
 
-// What went wrong, in words for the user, or nothing. Starts no CUDA unless it is late.
+// What went wrong, in words for the user.
+struct InstallFailure {
+  enum Kind {
+    kImpossible,
+    kTooLate,  // CUDA has started, and `late` was not asked for
+    kSetting,  // one of torch's variables has a mistake
+  };
+  Kind kind;
+  std::string text;
+};
+
+// Nothing when it went well. Starts no CUDA unless it is late.
 // REQUIRES: no other thread allocates CUDA memory at this moment (SetAllocator is not thread-safe).
-std::optional<std::string> install(InstallRequest request);
+std::optional<InstallFailure> install(InstallRequest request);
 
 // Null until install() has succeeded.
 TorchAllocator* installed();
+
+// Whether torch's allocator is gpumemx's, also when another copy of this code installed it: the Python
+// package has one, the C++ library another, and each knows only what it installed itself.
+bool is_installed_by_anyone();
 
 // Our keys that torch's parser accepts inside PYTORCH_ALLOC_CONF, and what a later
 // setAllocatorSettings() said about them that could not be applied; empty when nothing is wrong.

@@ -134,7 +134,7 @@ void install(const std::string& conf, const std::map<std::string, std::string>& 
       return std::unique_ptr<DeviceDriver>(std::make_unique<SimDriver>(options));
     };
   }
-  if (auto wrong = adapter::install(std::move(request))) throw std::runtime_error(*wrong);
+  if (auto wrong = adapter::install(std::move(request))) throw std::runtime_error(wrong->text);
 }
 
 py::list settings() {
