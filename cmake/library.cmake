@@ -27,6 +27,8 @@ target_include_directories(gpumemx INTERFACE ${public_includes})
 target_link_libraries(gpumemx PRIVATE
   -Wl,--whole-archive "$<BUILD_INTERFACE:gpumemx_api>" -Wl,--no-whole-archive)
 gpumemx_link_torch(gpumemx c10 c10_cuda torch_cpu torch_cuda)
+# Programs that reach CUDA only through torch_cpu's dispatcher would not load torch_cuda themselves.
+target_link_options(gpumemx PRIVATE LINKER:--no-as-needed)
 # What torch's libraries leave to theirs (CUDA's) is not the program's to link.
 target_link_options(gpumemx INTERFACE LINKER:--allow-shlib-undefined)
 set_target_properties(gpumemx PROPERTIES

@@ -28,12 +28,20 @@ void start_recording(std::size_t max_entries, bool stacks) {
       /*clearHistory=*/true, /*skip_actions=*/{});
 }
 
+namespace {
+
+// torch's own allocator asks CUDA for the current device, and fails where there is none.
+bool can_record() { return installed() != nullptr || torch_alloc::get()->initialized(); }
+
+}  // namespace
+
 void stop_recording() {
+  if (!can_record()) return;
   torch_alloc::recordHistory(false, nullptr, 1, torch_alloc::RecordContext::NEVER,
                              /*clearHistory=*/false, /*skip_actions=*/{});
 }
 
-bool is_recording() { return torch_alloc::isHistoryEnabled(); }
+bool is_recording() { return can_record() && torch_alloc::isHistoryEnabled(); }
 
 std::string pickled_snapshot() { return torch::cuda::_memory_snapshot_pickled(); }
 

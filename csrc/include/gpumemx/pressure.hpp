@@ -41,7 +41,7 @@ class GPUMEMX_API PressureRegistration {
 };
 
 /// Registers a function that frees memory when a request cannot be served, before it fails with
-/// c10::OutOfMemoryError. It returns whether it freed something: then the request is tried again.
+/// c10::OutOfMemoryError. It returns whether it freed something: then the request is tried again, once.
 ///
 /// @code
 /// auto registration = gpumemx::on_memory_pressure([&](const gpumemx::MemoryPressure& pressure) {

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# The tests of the C++ library, tests/cpp: all are named cpp/..., and gpumemx_library_tests builds what
+# they need. Labels as in tests.cmake; "gpu" needs a device.
+
+add_custom_target(gpumemx_library_tests DEPENDS gpumemx)
+
+# gpumemx_cpp_test(<name> <label> <command>...)
+function(gpumemx_cpp_test name label)
+  add_test(NAME cpp/${name} COMMAND ${ARGN} WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}")
+  set_tests_properties(cpp/${name} PROPERTIES LABELS ${label} TIMEOUT 600)
+endfunction()
+
+# --- scenarios of the interface: one source, on the simulated device and on the real one
+
+# gpumemx_scenarios(<testbed> <label> <library>...)
+function(gpumemx_scenarios testbed label)
+  set(program cpp_scenarios_${testbed})
+  add_executable(${program} tests/cpp/testbed_${testbed}.cpp)
+  gpumemx_warnings(${program})
+  target_include_directories(${program} SYSTEM PRIVATE ${torch_includes})
+  target_link_libraries(${program} PRIVATE cpp_scenarios ${ARGN})
+  gpumemx_link_torch(${program} c10 c10_cuda torch_cpu torch_cuda)
+  target_link_options(${program} PRIVATE LINKER:--no-as-needed)  # the layers come after torch
+  add_dependencies(gpumemx_library_tests ${program})
+  foreach(state before installed)
+    gpumemx_cpp_test(scenarios/${testbed}/${state} ${label} ${program} "[${state}]")
+  endforeach()
+endfunction()
+
+include(catch)
+set(gpumemx_library_tests "without scenarios: Catch2 not found")
+if(gpumemx_catch)
+  set(gpumemx_library_tests "scenarios with Catch2 ${Catch2_VERSION}")
+  add_library(cpp_scenarios OBJECT tests/cpp/scenarios.cpp)
+  gpumemx_warnings(cpp_scenarios)
+  target_include_directories(cpp_scenarios PUBLIC "${PROJECT_SOURCE_DIR}/tests" ${public_includes})
+  target_link_libraries(cpp_scenarios PUBLIC gpumemx_replay ${gpumemx_catch})
+
+  gpumemx_scenarios(cuda gpu gpumemx)
+
+  # A simulated device is no part of the library, so that program has the layers in itself, and needs the
+  # CUDA runtime that the library leaves to torch.
+  file(GLOB cudart
+    "${gpumemx_torch_root}/../nvidia/*/lib/libcudart.so.*" "${gpumemx_torch_root}/lib/libcudart*.so*"
+    "${gpumemx_cuda_include}/../lib64/libcudart.so" "${gpumemx_cuda_include}/../lib/libcudart.so")
+  if(cudart)
+    list(GET cudart 0 cudart)
+    gpumemx_scenarios(sim none gpumemx_api "${cudart}")
+  else()
+    string(APPEND gpumemx_library_tests ", not on the simulated device: no libcudart found")
+  endif()
+endif()
+
+# --- every public header alone, as C++17, by each compiler that is there
+
+file(GLOB headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/csrc/include"
+  "${PROJECT_SOURCE_DIR}/csrc/include/gpumemx/*.hpp")
+list(APPEND headers gpumemx/version.hpp)
+find_program(GPUMEMX_GXX g++)
+find_program(GPUMEMX_CLANGXX NAMES clang++ clang++-18 clang++-17 clang++-16 clang++-15 clang++-14)
+mark_as_advanced(GPUMEMX_GXX GPUMEMX_CLANGXX)
+foreach(compiler gxx clangxx)
+  string(TOUPPER ${compiler} variable)
+  if(NOT GPUMEMX_${variable})
+    continue()
+  endif()
+  foreach(header IN LISTS headers)
+    string(REGEX REPLACE ".*/|\\.hpp" "" name "${header}")
+    # Twice: a header must also bear being included again.
+    set(source "${PROJECT_BINARY_DIR}/generated/header_${name}.cpp")
+    file(CONFIGURE OUTPUT "${source}" CONTENT "#include <${header}>\n#include <${header}>\n")
+    gpumemx_cpp_test(header/${compiler}/${name} none
+      "${GPUMEMX_${variable}}" -std=c++17 -fsyntax-only -Wall -Wextra -Wpedantic -Wconversion -Wshadow
+      -Werror "-I${PROJECT_SOURCE_DIR}/csrc/include" "-I${PROJECT_BINARY_DIR}/include" "${source}")
+  endforeach()
+endforeach()
+
+# --- what is installed, and programs that use it from there
+
+set(prefix "${PROJECT_BINARY_DIR}/prefix")
+gpumemx_cpp_test(install none
+  "${CMAKE_COMMAND}" --install "${PROJECT_BINARY_DIR}" --component cpp --prefix "${prefix}")
+set_tests_properties(cpp/install PROPERTIES FIXTURES_SETUP prefix)
+
+# gpumemx_consumer(<name> <label> <project> <test command> <cmake argument>...): configures, builds and
+# runs a project of its own.
+function(gpumemx_consumer name label project test)
+  separate_arguments(test)
+  gpumemx_cpp_test(${name} ${label} "${CMAKE_CTEST_COMMAND}"
+    --build-and-test "${PROJECT_SOURCE_DIR}/${project}" "${PROJECT_BINARY_DIR}/${name}"
+    --build-generator "${CMAKE_GENERATOR}" --build-makeprogram "${CMAKE_MAKE_PROGRAM}"
+    --build-options "-DCMAKE_BUILD_TYPE=Release" ${ARGN}
+    --test-command ${test})
+  set_tests_properties(cpp/${name} PROPERTIES FIXTURES_REQUIRED prefix)
+endfunction()
+
+foreach(compiler gxx clangxx)
+  string(TOUPPER ${compiler} variable)
+  if(GPUMEMX_${variable})
+    gpumemx_consumer(consumer/${compiler} none tests/cpp/consumer "consumer"
+      "-DCMAKE_CXX_COMPILER=${GPUMEMX_${variable}}" "-DCMAKE_PREFIX_PATH=${prefix}")
+  endif()
+endforeach()
+
+# In another's build it has to configure; that it compiles is known from here.
+gpumemx_cpp_test(consumer/subdirectory none "${CMAKE_COMMAND}"
+  -S "${PROJECT_SOURCE_DIR}/tests/cpp/consumer" -B "${PROJECT_BINARY_DIR}/consumer/subdirectory"
+  -G "${CMAKE_GENERATOR}" "-DCMAKE_MAKE_PROGRAM=${CMAKE_MAKE_PROGRAM}"
+  "-DGPUMEMX_SOURCE_DIR=${PROJECT_SOURCE_DIR}" "-DGPUMEMX_TORCH_ROOT=${gpumemx_torch_root}"
+  "-DPython_EXECUTABLE=${Python_EXECUTABLE}")
+
+# Another minor release of torch is refused when the package is looked for.
+file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/other_torch/include/torch/version.h"
+  CONTENT "#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR 3\n")
+file(WRITE "${PROJECT_BINARY_DIR}/other_torch/lib/libc10_cuda.so" "")
+gpumemx_cpp_test(consumer/other_torch none "${CMAKE_COMMAND}"
+  -S "${PROJECT_SOURCE_DIR}/tests/cpp/consumer" -B "${PROJECT_BINARY_DIR}/consumer/other_torch"
+  -G "${CMAKE_GENERATOR}" "-DCMAKE_MAKE_PROGRAM=${CMAKE_MAKE_PROGRAM}"
+  "-DCMAKE_PREFIX_PATH=${prefix}" "-DGPUMEMX_TORCH_ROOT=${PROJECT_BINARY_DIR}/other_torch")
+set_tests_properties(cpp/consumer/other_torch PROPERTIES
+  FIXTURES_REQUIRED prefix PASS_REGULAR_EXPRESSION "and the torch[ \n]+in [^ ]+other_torch[ \n]+is[ \n]+2.3")
+
+find_program(GPUMEMX_PKG_CONFIG NAMES pkg-config pkgconf)
+mark_as_advanced(GPUMEMX_PKG_CONFIG)
+if(GPUMEMX_PKG_CONFIG AND GPUMEMX_GXX)
+  gpumemx_cpp_test(consumer/pkg_config none tests/cpp/pkg_config.sh
+    "${GPUMEMX_PKG_CONFIG}" "${GPUMEMX_GXX}" "${prefix}/${CMAKE_INSTALL_LIBDIR}/pkgconfig"
+    ${PROJECT_VERSION} "${PROJECT_BINARY_DIR}/consumer/pkg_config")
+  set_tests_properties(cpp/consumer/pkg_config PROPERTIES FIXTURES_REQUIRED prefix)
+endif()
