@@ -13,18 +13,37 @@ endfunction()
 
 # --- scenarios of the interface: one source, on the simulated device and on the real one
 
-# gpumemx_scenarios(<testbed> <label> <library>...)
-function(gpumemx_scenarios testbed label)
-  set(program cpp_scenarios_${testbed})
-  add_executable(${program} tests/cpp/testbed_${testbed}.cpp)
-  gpumemx_warnings(${program})
-  target_include_directories(${program} SYSTEM PRIVATE ${torch_includes})
-  target_link_libraries(${program} PRIVATE cpp_scenarios ${ARGN})
-  gpumemx_link_torch(${program} c10 c10_cuda torch_cpu torch_cuda)
-  target_link_options(${program} PRIVATE LINKER:--no-as-needed)  # the layers come after torch
-  add_dependencies(gpumemx_library_tests ${program})
-  foreach(state before installed)
-    gpumemx_cpp_test(scenarios/${testbed}/${state} ${label} ${program} "[${state}]")
+# gpumemx_torch_program(<name> <source> <library>...): with torch's headers and libraries.
+function(gpumemx_torch_program name source)
+  add_executable(${name} ${source})
+  gpumemx_warnings(${name})
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/tests")
+  target_include_directories(${name} SYSTEM PRIVATE ${torch_includes})
+  target_link_libraries(${name} PRIVATE ${ARGN})
+  gpumemx_link_torch(${name} c10 c10_cuda torch_cpu torch_cuda)
+  target_link_options(${name} PRIVATE LINKER:--no-as-needed)  # the layers come after torch
+  add_dependencies(gpumemx_library_tests ${name})
+endfunction()
+
+# gpumemx_on_testbed(<testbed> <label> <library>...): the scenarios, and how programs end.
+function(gpumemx_on_testbed testbed label)
+  add_library(cpp_testbed_${testbed} OBJECT tests/cpp/testbed_${testbed}.cpp)
+  gpumemx_warnings(cpp_testbed_${testbed})
+  target_compile_features(cpp_testbed_${testbed} PUBLIC cxx_std_20)  # as torch's headers ask for
+  target_include_directories(cpp_testbed_${testbed} PUBLIC "${PROJECT_SOURCE_DIR}/tests")
+  target_include_directories(cpp_testbed_${testbed} SYSTEM PRIVATE ${torch_includes})
+  target_link_libraries(cpp_testbed_${testbed} PUBLIC ${ARGN})
+  if(gpumemx_catch)
+    gpumemx_torch_program(cpp_scenarios_${testbed} $<TARGET_OBJECTS:cpp_scenarios>
+      cpp_testbed_${testbed} gpumemx_replay ${gpumemx_catch})
+    foreach(state before installed)
+      gpumemx_cpp_test(scenarios/${testbed}/${state} ${label} cpp_scenarios_${testbed} "[${state}]")
+    endforeach()
+  endif()
+  gpumemx_torch_program(cpp_exit_cases_${testbed} tests/cpp/exit_cases.cpp cpp_testbed_${testbed})
+  foreach(case static_tensor thread_local_tensor exit_from_a_thread exit_beside_a_busy_thread
+               quick_exit monitor_and_callback_at_exit)
+    gpumemx_cpp_test(exit/${testbed}/${case} ${label} cpp_exit_cases_${testbed} ${case})
   endforeach()
 endfunction()
 
@@ -35,21 +54,21 @@ if(gpumemx_catch)
   add_library(cpp_scenarios OBJECT tests/cpp/scenarios.cpp)
   gpumemx_warnings(cpp_scenarios)
   target_include_directories(cpp_scenarios PUBLIC "${PROJECT_SOURCE_DIR}/tests" ${public_includes})
-  target_link_libraries(cpp_scenarios PUBLIC gpumemx_replay ${gpumemx_catch})
+  target_link_libraries(cpp_scenarios PRIVATE gpumemx_replay ${gpumemx_catch})
+endif()
 
-  gpumemx_scenarios(cuda gpu gpumemx)
+gpumemx_on_testbed(cuda gpu gpumemx)
 
-  # A simulated device is no part of the library, so that program has the layers in itself, and needs the
-  # CUDA runtime that the library leaves to torch.
-  file(GLOB cudart
-    "${gpumemx_torch_root}/../nvidia/*/lib/libcudart.so.*" "${gpumemx_torch_root}/lib/libcudart*.so*"
-    "${gpumemx_cuda_include}/../lib64/libcudart.so" "${gpumemx_cuda_include}/../lib/libcudart.so")
-  if(cudart)
-    list(GET cudart 0 cudart)
-    gpumemx_scenarios(sim none gpumemx_api "${cudart}")
-  else()
-    string(APPEND gpumemx_library_tests ", not on the simulated device: no libcudart found")
-  endif()
+# A simulated device is no part of the library, so those programs have the layers in themselves, and
+# need the CUDA runtime that the library leaves to torch.
+file(GLOB cudart
+  "${gpumemx_torch_root}/../nvidia/*/lib/libcudart.so.*" "${gpumemx_torch_root}/lib/libcudart*.so*"
+  "${gpumemx_cuda_include}/../lib64/libcudart.so" "${gpumemx_cuda_include}/../lib/libcudart.so")
+if(cudart)
+  list(GET cudart 0 cudart)
+  gpumemx_on_testbed(sim none gpumemx_api "${cudart}")
+else()
+  string(APPEND gpumemx_library_tests ", nothing on the simulated device: no libcudart found")
 endif()
 
 # --- every public header alone, as C++17, by each compiler that is there
@@ -119,7 +138,7 @@ gpumemx_cpp_test(consumer/other_torch none "${CMAKE_COMMAND}"
   -G "${CMAKE_GENERATOR}" "-DCMAKE_MAKE_PROGRAM=${CMAKE_MAKE_PROGRAM}"
   "-DCMAKE_PREFIX_PATH=${prefix}" "-DGPUMEMX_TORCH_ROOT=${PROJECT_BINARY_DIR}/other_torch")
 set_tests_properties(cpp/consumer/other_torch PROPERTIES
-  FIXTURES_REQUIRED prefix PASS_REGULAR_EXPRESSION "and the torch[ \n]+in [^ ]+other_torch[ \n]+is[ \n]+2.3")
+  FIXTURES_REQUIRED prefix PASS_REGULAR_EXPRESSION "and the torch[ \n]+in[ \n]+[^ ]+other_torch[ \n]+is[ \n]+2.3")
 
 find_program(GPUMEMX_PKG_CONFIG NAMES pkg-config pkgconf)
 mark_as_advanced(GPUMEMX_PKG_CONFIG)

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <gpumemx/gpumemx.hpp>
+#include <memory>
 #include <utility>
 
 namespace gpumemx::testbed {
@@ -19,6 +20,9 @@ void install(const Settings& settings);
 // Device memory as torch gives it to a tensor. Throws c10::OutOfMemoryError.
 void* allocate(std::uint64_t bytes);
 void free(void* memory);
+
+// A tensor of torch's where there is a device for one, with work queued on it.
+std::shared_ptr<void> make_tensor(std::uint64_t bytes);
 
 // The device's free memory as the driver says it; what the test is measured against.
 std::uint64_t driver_free();

@@ -34,6 +34,8 @@ void* allocate(std::uint64_t bytes) {
 }
 void free(void* memory) { adapter::installed()->raw_delete(memory); }
 
+std::shared_ptr<void> make_tensor(std::uint64_t bytes) { return std::make_shared<Block>(bytes); }
+
 std::uint64_t driver_free() {
   return DeviceRegistry::instance().device(0).value()->driver->memory().value().free.n;
 }
