@@ -7,8 +7,18 @@ add_custom_target(gpumemx_library_tests DEPENDS gpumemx)
 
 # gpumemx_cpp_test(<name> <label> <command>...)
 function(gpumemx_cpp_test name label)
-  add_test(NAME cpp/${name} COMMAND ${ARGN} WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}")
-  set_tests_properties(cpp/${name} PROPERTIES LABELS ${label} TIMEOUT 600)
+  set(launcher "")
+  if(label STREQUAL "gpu")
+    set(launcher tests/cpp/on_device.sh)
+    # A target in the place of the program is replaced by CMake, after a launcher it is not.
+    list(POP_FRONT ARGN program)
+    if(TARGET ${program})
+      set(program "$<TARGET_FILE:${program}>")
+    endif()
+    list(PREPEND ARGN "${program}")
+  endif()
+  add_test(NAME cpp/${name} COMMAND ${launcher} ${ARGN} WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}")
+  set_tests_properties(cpp/${name} PROPERTIES LABELS ${label} TIMEOUT 600 SKIP_RETURN_CODE 77)
 endfunction()
 
 # --- scenarios of the interface: one source, on the simulated device and on the real one
@@ -58,6 +68,10 @@ if(gpumemx_catch)
 endif()
 
 gpumemx_on_testbed(cuda gpu gpumemx)
+
+gpumemx_torch_program(cpp_unload_test tests/cpp/unload_test.cpp gpumemx)
+target_compile_features(cpp_unload_test PRIVATE cxx_std_20)
+gpumemx_cpp_test(unload gpu cpp_unload_test)
 
 # A simulated device is no part of the library, so those programs have the layers in themselves, and
 # need the CUDA runtime that the library leaves to torch.
@@ -148,3 +162,34 @@ if(GPUMEMX_PKG_CONFIG AND GPUMEMX_GXX)
     ${PROJECT_VERSION} "${PROJECT_BINARY_DIR}/consumer/pkg_config")
   set_tests_properties(cpp/consumer/pkg_config PROPERTIES FIXTURES_REQUIRED prefix)
 endif()
+
+# --- the examples, built from the installed package: here they run on the CPU, where there is no device
+
+gpumemx_cpp_test(examples/configure none "${CMAKE_COMMAND}"
+  -S "${PROJECT_SOURCE_DIR}/examples/cpp" -B "${PROJECT_BINARY_DIR}/examples/cpp"
+  -G "${CMAKE_GENERATOR}" "-DCMAKE_MAKE_PROGRAM=${CMAKE_MAKE_PROGRAM}"
+  "-DCMAKE_CXX_COMPILER=${CMAKE_CXX_COMPILER}" "-DCMAKE_PREFIX_PATH=${prefix}"
+  "-DCMAKE_CXX_COMPILER_LAUNCHER=${CMAKE_CXX_COMPILER_LAUNCHER}"
+  # Nobody looks at how fast they are here, and torch's headers take long to optimize.
+  "-DCMAKE_CXX_FLAGS_RELEASE=-O1")
+set_tests_properties(cpp/examples/configure PROPERTIES
+  FIXTURES_REQUIRED prefix FIXTURES_SETUP examples_configured)
+gpumemx_cpp_test(examples/build none "${CMAKE_COMMAND}" --build "${PROJECT_BINARY_DIR}/examples/cpp" -j)
+set_tests_properties(cpp/examples/build PROPERTIES
+  FIXTURES_REQUIRED examples_configured FIXTURES_SETUP examples)
+
+foreach(where cpu gpu)
+  set(folder "${PROJECT_BINARY_DIR}/examples/cpp")
+  if(where STREQUAL "cpu")
+    gpumemx_cpp_test(examples/cpu/train none
+      tests/cpp/same_losses.sh "${folder}/train_transformer" --cpu --steps 30)
+    # One thread: beside other tests, torch's threads mostly wait for each other.
+    set_tests_properties(cpp/examples/cpu/train PROPERTIES ENVIRONMENT OMP_NUM_THREADS=1)
+    gpumemx_cpp_test(examples/cpu/serve none "${folder}/inference_server" --cpu)
+  else()
+    gpumemx_cpp_test(examples/gpu/train gpu tests/cpp/same_losses.sh "${folder}/train_transformer")
+    gpumemx_cpp_test(examples/gpu/serve gpu "${folder}/inference_server")
+  endif()
+  set_tests_properties(cpp/examples/${where}/train cpp/examples/${where}/serve PROPERTIES
+    FIXTURES_REQUIRED examples)
+endforeach()
