@@ -10,7 +10,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 PATH="$venv/bin:$PATH"
 
-cpp_files() { find csrc tests benchmarks -name '*.[ch]pp' -print0; }
+cpp_files() { find csrc tests benchmarks examples -name '*.[ch]pp' -print0; }
 
 lint() {
   case $1 in

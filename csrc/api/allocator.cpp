@@ -76,11 +76,10 @@ void check_same(const Settings& settings) {
     if (entry.source != SettingSet::kArgumentSource) continue;
     for (const SettingSet::Entry& now : there) {
       if (now.key != entry.key || now.value == entry.value) continue;
-      throw InstallError("gpumemx is installed already with " + now.key + ":" + now.value +
-                         " (from " + now.source +
-                         "), and settings cannot change while a process runs; " + entry.key + ":" +
-                         entry.value +
-                         " has to be given to the first install_allocator() or in GPUMEMX_CONF");
+      throw InstallError(
+          "gpumemx is installed already with " + now.key + ":" + now.value + " (from " +
+          now.source + "), and settings cannot change while a process runs; " + entry.key + ":" +
+          entry.value + " has to be given to the first install_allocator() or in GPUMEMX_CONF");
     }
   }
 }

@@ -39,8 +39,8 @@ void call(const ReportFunction& on_end, const GPUMonitor& monitor) {
 }  // namespace
 
 GPUMonitor::GPUMonitor(std::string name, ReportFunction on_end, int device)
-    : state_(std::make_unique<State>(std::move(name), std::move(on_end),
-                                     api::device_index(device))) {}
+    : state_(
+          std::make_unique<State>(std::move(name), std::move(on_end), api::device_index(device))) {}
 GPUMonitor::GPUMonitor(std::string name, int device)
     : GPUMonitor(std::move(name), nullptr, device) {}
 GPUMonitor::~GPUMonitor() { end(); }

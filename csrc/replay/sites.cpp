@@ -26,13 +26,14 @@ bool is_torch(std::string_view file, std::string_view function) {
 // A C++ frame that no program wrote: of torch, of its allocator or of the system's start-up code.
 bool is_library(std::string_view file, std::string_view function) {
   if (function.empty() || function == "??" || file.ends_with(".py")) return true;
-  const std::string_view name = function.substr(0, function.find('('));  // arguments are torch's often
-  for (const std::string_view space : {"torch::", "c10::", "at::", "caffe2::", "std::", "__gnu_cxx::",
-                                       "gpumemx::adapter::"}) {
+  const std::string_view name =
+      function.substr(0, function.find('('));  // arguments are torch's often
+  for (const std::string_view space :
+       {"torch::", "c10::", "at::", "caffe2::", "std::", "__gnu_cxx::", "gpumemx::adapter::"}) {
     if (has(name, space)) return true;
   }
-  for (const std::string_view start : {"start_thread", "clone", "_start", "__libc_",
-                                       "execute_native_thread_routine", "__clone"}) {
+  for (const std::string_view start :
+       {"start_thread", "clone", "_start", "__libc_", "execute_native_thread_routine", "__clone"}) {
     if (name.starts_with(start)) return true;
   }
   return false;

@@ -104,8 +104,7 @@ class Server {
     post([this, model, input = std::move(input), answer] {
       try {
         torch::NoGradGuard no_grad;
-        answer->set_value(
-            shelf_.get(model)->forward(input.to(device_)).mean().item<float>());
+        answer->set_value(shelf_.get(model)->forward(input.to(device_)).mean().item<float>());
       } catch (...) {
         answer->set_exception(std::current_exception());
       }
@@ -194,9 +193,10 @@ int main(int argc, char** argv) {
       std::printf("unloaded all: %s\n", released.text.c_str());
     }
     const gpumemx::MemoryInfo after = gpumemx::memory_info();
-    std::printf("after: %.2f GiB free on the device, %.2f GiB less than before: %.3f GiB reserved for "
-                "what is live (workspaces of cuBLAS), the rest is code that CUDA has loaded\n",
-                gib(after.free), gib(before.free) - gib(after.free), gib(after.reserved));
+    std::printf(
+        "after: %.2f GiB free on the device, %.2f GiB less than before: %.3f GiB reserved for "
+        "what is live (workspaces of cuBLAS), the rest is code that CUDA has loaded\n",
+        gib(after.free), gib(before.free) - gib(after.free), gib(after.reserved));
   } catch (const std::exception& error) {
     std::fprintf(stderr, "inference_server: %s\n", error.what());
     return 1;

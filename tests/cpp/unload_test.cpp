@@ -20,8 +20,7 @@
 namespace {
 
 std::int64_t driver_free() {
-  return static_cast<std::int64_t>(
-      c10::cuda::CUDACachingAllocator::get()->getMemoryInfo(0).first);
+  return static_cast<std::int64_t>(c10::cuda::CUDACachingAllocator::get()->getMemoryInfo(0).first);
 }
 
 constexpr std::int64_t kWidth = 8192, kRows = 2048;

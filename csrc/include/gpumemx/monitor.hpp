@@ -54,18 +54,18 @@ class GPUMEMX_API GPUMonitor {
   /// Stops measuring and reports. Later calls do nothing.
   void end();
 
-  const std::string& name() const;    ///< As it was given.
-  int device() const;                 ///< Index of the device that is measured.
-  std::uint64_t before() const;       ///< Allocated when it began.
-  std::uint64_t after() const;        ///< Allocated when it ended; until then, now.
-  std::int64_t delta() const;         ///< after() - before(): what was kept or, below 0, freed.
+  const std::string& name() const;  ///< As it was given.
+  int device() const;               ///< Index of the device that is measured.
+  std::uint64_t before() const;     ///< Allocated when it began.
+  std::uint64_t after() const;      ///< Allocated when it ended; until then, now.
+  std::int64_t delta() const;       ///< after() - before(): what was kept or, below 0, freed.
   /// The most that was allocated meanwhile. Exact while one thread at a time allocates on the device;
   /// else at most the sum of what each stream had at its highest.
   std::uint64_t peak() const;
   std::uint64_t allocations() const;  ///< How many blocks were allocated.
   /// Calls to the driver that move memory: create, map, unmap, release, allocate, free.
   std::uint64_t driver_calls() const;
-  double driver_seconds() const;      ///< Seconds in the driver; 0 with torch's own allocator.
+  double driver_seconds() const;  ///< Seconds in the driver; 0 with torch's own allocator.
   /// Whether gpumemx was measured; else report() says what is missing.
   bool exact() const;
   /// The figures in a line, and in a second one what they leave out, if anything.

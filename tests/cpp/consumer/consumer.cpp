@@ -54,7 +54,8 @@ int main() {
       ++reports;
       check(ended.peak() == 0 && ended.name() == "step", "the monitor's figures");
     });
-    auto registration = gpumemx::on_memory_pressure([](const gpumemx::MemoryPressure&) { return false; });
+    auto registration =
+        gpumemx::on_memory_pressure([](const gpumemx::MemoryPressure&) { return false; });
   }
   check(reports == 1, "the monitor reports once");
 
