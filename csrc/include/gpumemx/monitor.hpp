@@ -44,9 +44,11 @@ class GPUMEMX_API GPUMonitor {
                       int device = kCurrentDevice);
   /// The same without a report.
   GPUMonitor(std::string name, int device);
+  /// Ends it.
   ~GPUMonitor();
+  /// Goes on with what the other measures.
   GPUMonitor(GPUMonitor&& other) noexcept;
-  /// Ends this one first.
+  /// The same, and ends this one first.
   GPUMonitor& operator=(GPUMonitor&& other) noexcept;
   GPUMonitor(const GPUMonitor&) = delete;
   GPUMonitor& operator=(const GPUMonitor&) = delete;

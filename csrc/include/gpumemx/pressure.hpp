@@ -26,8 +26,9 @@ class GPUMEMX_API PressureRegistration {
   /// Waits while another thread is in the function; afterwards what it refers to may go. The function
   /// itself may end its registration. Hold no lock here that the function waits for.
   ~PressureRegistration();
+  /// Takes over what the other registered.
   PressureRegistration(PressureRegistration&& other) noexcept;
-  /// Ends what was registered here first.
+  /// The same, and ends what was registered here first.
   PressureRegistration& operator=(PressureRegistration&& other) noexcept;
   PressureRegistration(const PressureRegistration&) = delete;
   PressureRegistration& operator=(const PressureRegistration&) = delete;
