@@ -19,6 +19,10 @@ function(gpumemx_cpp_test name label)
   endif()
   add_test(NAME cpp/${name} COMMAND ${launcher} ${ARGN} WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}")
   set_tests_properties(cpp/${name} PROPERTIES LABELS ${label} TIMEOUT 600 SKIP_RETURN_CODE 77)
+  if(label STREQUAL "gpu")
+    # They look at what the driver has free; compiling may go on beside them.
+    set_tests_properties(cpp/${name} PROPERTIES RESOURCE_LOCK device)
+  endif()
 endfunction()
 
 # --- scenarios of the interface: one source, on the simulated device and on the real one

@@ -60,7 +60,7 @@ run() { "$@" || failed=$((failed + 1)); }
 
 if [ -n "$only" ]; then
   say "the C++ library"
-  run ctest --test-dir "$build" -R '^cpp/' -L '^gpu$' --no-tests=error --output-on-failure \
+  run ctest --test-dir "$build" -R '^cpp/' -L '^gpu$' -j 4 --no-tests=error --output-on-failure \
     --output-junit "$results/cpp.xml"
   say "summary"
   exec "$python" tools/test_summary.py --no-skips --failed-steps "$failed" "$results"/*.xml
