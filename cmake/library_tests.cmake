@@ -71,19 +71,21 @@ if(gpumemx_catch)
   target_link_libraries(cpp_scenarios PRIVATE gpumemx_replay ${gpumemx_catch})
 endif()
 
-gpumemx_on_testbed(cuda gpu gpumemx)
-
-gpumemx_torch_program(cpp_unload_test tests/cpp/unload_test.cpp gpumemx)
-target_compile_features(cpp_unload_test PRIVATE cxx_std_20)
-gpumemx_cpp_test(unload gpu cpp_unload_test)
-
-# A simulated device is no part of the library, so those programs have the layers in themselves, and
-# need the CUDA runtime that the library leaves to torch.
+# c10's inline functions call the CUDA runtime, which the library leaves to torch.
 file(GLOB cudart
   "${gpumemx_torch_root}/../nvidia/*/lib/libcudart.so.*" "${gpumemx_torch_root}/lib/libcudart*.so*"
   "${gpumemx_cuda_include}/../lib64/libcudart.so" "${gpumemx_cuda_include}/../lib/libcudart.so")
 if(cudart)
   list(GET cudart 0 cudart)
+endif()
+
+gpumemx_on_testbed(cuda gpu gpumemx ${cudart})
+gpumemx_torch_program(cpp_unload_test tests/cpp/unload_test.cpp gpumemx ${cudart})
+target_compile_features(cpp_unload_test PRIVATE cxx_std_20)
+gpumemx_cpp_test(unload gpu cpp_unload_test)
+
+# A simulated device is no part of the library, so those programs have the layers in themselves.
+if(cudart)
   gpumemx_on_testbed(sim none gpumemx_api "${cudart}")
 else()
   string(APPEND gpumemx_library_tests ", nothing on the simulated device: no libcudart found")
