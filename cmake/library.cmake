@@ -59,6 +59,7 @@ install(FILES
   cmake/find_torch_root.cmake cmake/find_torch.py cmake/gpumemx_libtorch.cmake
   DESTINATION "${package}" COMPONENT cpp)
 
+file(RELATIVE_PATH gpumemx_pc_to_prefix "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
 configure_file(cmake/gpumemx.pc.in gpumemx.pc @ONLY)
 install(FILES "${CMAKE_CURRENT_BINARY_DIR}/gpumemx.pc"
   DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig" COMPONENT cpp)

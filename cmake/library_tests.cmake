@@ -50,7 +50,11 @@ function(gpumemx_on_testbed testbed label)
   if(gpumemx_catch)
     gpumemx_torch_program(cpp_scenarios_${testbed} $<TARGET_OBJECTS:cpp_scenarios>
       cpp_testbed_${testbed} gpumemx_replay ${gpumemx_catch})
-    foreach(state before installed)
+    set(states before installed)
+    if(testbed STREQUAL "cuda")
+      list(APPEND states torch)  # whose own allocator has no simulated device
+    endif()
+    foreach(state IN LISTS states)
       gpumemx_cpp_test(scenarios/${testbed}/${state} ${label} cpp_scenarios_${testbed} "[${state}]")
     endforeach()
   endif()
@@ -87,9 +91,22 @@ gpumemx_cpp_test(unload gpu cpp_unload_test)
 # A simulated device is no part of the library, so those programs have the layers in themselves.
 if(cudart)
   gpumemx_on_testbed(sim none gpumemx_api "${cudart}")
+
+  file(GLOB sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/tests/unit/adapter/*.cpp")
+  gpumemx_torch_program(gpumemx_unit_adapter "${sources}" gpumemx_adapter "${cudart}" GTest::gtest_main)
+  target_compile_definitions(gpumemx_unit_adapter PRIVATE GPUMEMX_TORCH_ROOT="${gpumemx_torch_root}")
+  gpumemx_discover(gpumemx_unit_adapter none)
 else()
   string(APPEND gpumemx_library_tests ", nothing on the simulated device: no libcudart found")
 endif()
+
+add_executable(cpp_two_copies_test tests/cpp/two_copies_test.cpp)
+gpumemx_warnings(cpp_two_copies_test)
+target_link_libraries(cpp_two_copies_test PRIVATE gpumemx ${CMAKE_DL_LIBS})
+add_custom_command(TARGET cpp_two_copies_test POST_BUILD VERBATIM
+  COMMAND "${CMAKE_COMMAND}" -E copy $<TARGET_FILE:gpumemx> "${PROJECT_BINARY_DIR}/libgpumemx_copy.so")
+add_dependencies(gpumemx_library_tests cpp_two_copies_test)
+gpumemx_cpp_test(two_copies none cpp_two_copies_test "${PROJECT_BINARY_DIR}/libgpumemx_copy.so")
 
 # --- every public header alone, as C++17, by each compiler that is there
 

@@ -5,6 +5,7 @@
 //
 //   [before]     gpumemx is not installed and CUDA has not started
 //   [installed]  it is, with a cap of 1 GiB
+//   [torch]      CUDA has started on torch's own allocator
 #include <unistd.h>
 
 #include <algorithm>
@@ -506,6 +507,72 @@ SCENARIO("Monitors and figures may be asked from several threads", "[installed]"
   for (std::thread& thread : threads) thread.join();
   const MemoryInfo info = memory_info();
   CHECK(info.live <= 2 * kMiB + 1024);
+}
+
+// --- torch's own allocator
+
+SCENARIO("All functions work on torch's own allocator, and say what they cannot know", "[torch]") {
+  const Environment disabled("GPUMEMX_DISABLE", "1");
+  testbed::install(kOurs);
+  REQUIRE_FALSE(is_installed());
+  const Block small(1);
+  clear_cache();
+  const MemoryInfo before = memory_info();
+  CHECK(before.allocator == "torch");
+
+  GPUMonitor monitor("load");
+  {
+    std::vector<Block> blocks;
+    for (int i = 0; i < 4; ++i) blocks.emplace_back(64 * kMiB);
+    const MemoryInfo info = memory_info();
+    CHECK(info.live == before.live + 256 * kMiB);
+    CHECK(info.reserved == info.live + info.pending + info.cached + info.held);
+    REQUIRE(info.device_known);
+    CHECK(info.total == info.reserved + info.others + info.free);
+    CHECK(contains(memory_summary(), "allocator torch"));
+    CHECK(contains(memory_summary(), "These are torch's own figures"));
+  }
+  CHECK(monitor.allocations() == 4);
+  CHECK(monitor.peak() >= before.live + 256 * kMiB);
+  CHECK(monitor.delta() == 0);
+  CHECK_FALSE(monitor.exact());
+  CHECK(contains(monitor.report(), "calls of cudaMalloc and cudaFree"));
+
+  const MemoryInfo cached = memory_info();
+  const Released nothing = trim_to(kGiB);
+  CHECK(nothing.released == 0);
+  CHECK(nothing.kept == cached.cached);
+  CHECK(sum(nothing) == cached.reserved);
+  const Released released = trim_to(128 * kMiB);  // all or nothing
+  CHECK(released.released >= 256 * kMiB);
+  CHECK(memory_info().reserved == before.reserved);
+  CHECK(contains(error_text<std::out_of_range>([] { memory_info(63); }), "no CUDA device 63"));
+
+  const TemporaryFile file;
+  enable_history({1000, false});
+  CHECK(history_enabled());
+  {
+    const Block gone(8 * kMiB);
+  }
+  save_snapshot(file.path);
+  disable_history();
+  CHECK_FALSE(history_enabled());
+  const auto snapshot = read_snapshot(file.path);
+  REQUIRE(snapshot.ok());
+  CHECK(snapshot.value().entries.rows() >= 3);
+
+  // It is too late for gpumemx, and the error says what to do.
+  unsetenv("GPUMEMX_DISABLE");
+  const std::string text = error_text<InstallError>([] { install_allocator(); });
+  CHECK(contains(text,
+                 "CUDA has started already in this process. Call gpumemx::install_allocator()"));
+  Settings late = kOurs;
+  late.late = true;
+  install_allocator(late);
+  CHECK(is_installed());
+  const Block ours(32 * kMiB);
+  CHECK(memory_info().allocator == "gpumemx");
+  CHECK(memory_info().live == 32 * kMiB);
 }
 
 }  // namespace
