@@ -35,9 +35,10 @@ endif()
 
 if(gpumemx_torch_root)
   gpumemx_torch_release(release "${gpumemx_torch_root}")
-  string(REPLACE "." ";" release "${release}")
-  list(GET release 0 gpumemx_torch_major)
-  list(GET release 1 gpumemx_torch_minor)
+  if(release MATCHES "^([0-9]+)\\.([0-9]+)$")
+    set(gpumemx_torch_major "${CMAKE_MATCH_1}")
+    set(gpumemx_torch_minor "${CMAKE_MATCH_2}")
+  endif()
   set(gpumemx_torch_missing "")
   if(NOT EXISTS "${gpumemx_torch_root}/include/c10/cuda/CUDACachingAllocator.h"
      OR gpumemx_torch_cuda STREQUAL "none")

@@ -10,9 +10,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -81,6 +83,21 @@ class TemporaryFile {
 
   std::string path;
 };
+
+// What `act` writes to stderr.
+template <class Act>
+std::string stderr_of(Act act) {
+  const TemporaryFile file;
+  std::fflush(stderr);
+  const int kept = dup(STDERR_FILENO);
+  REQUIRE(std::freopen(file.path.c_str(), "w", stderr) != nullptr);
+  act();
+  std::fflush(stderr);
+  dup2(kept, STDERR_FILENO);
+  close(kept);
+  std::ifstream text(file.path);
+  return {std::istreambuf_iterator<char>(text), {}};
+}
 
 // --- before
 
