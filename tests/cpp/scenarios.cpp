@@ -379,10 +379,17 @@ SCENARIO("A monitor tells what a part of the program did", "[installed]") {
   }
 
   WHEN("the report fails") {
-    THEN("the program goes on") {
-      CHECK_NOTHROW(
-          GPUMonitor("broken", [](const GPUMonitor&) { throw std::runtime_error("no"); }));
-      CHECK_NOTHROW(GPUMonitor("printed", print_report));
+    THEN("the program goes on, and stderr says why") {
+      const auto fails = [](const GPUMonitor&) { throw std::runtime_error("no"); };
+      CHECK(stderr_of([&] { GPUMonitor("broken", fails); }) ==
+            "gpumemx: the report of the monitor 'broken' failed: no\n");
+    }
+  }
+  WHEN("it is to be printed") {
+    THEN("it is a line on stderr") {
+      REQUIRE(memory_info().live == 512);
+      CHECK(stderr_of([] { GPUMonitor("printed", print_report); }) ==
+            "printed: peak 512 B, kept +0 B, 0 driver calls in 0.0 ms\n");
     }
   }
 }
