@@ -9,6 +9,9 @@ set(torch_includes
 
 gpumemx_layer(adapter USES runtime monitor core driver base)
 target_include_directories(gpumemx_adapter SYSTEM PUBLIC ${torch_includes})
+# What only newer torch declares carries no `override` (torch_allocator.hpp says why).
+target_compile_options(gpumemx_adapter PUBLIC
+  $<$<CXX_COMPILER_ID:Clang,AppleClang>:-Wno-inconsistent-missing-override>)
 
 # gpumemx_link_torch(<target> <library of torch>...). Missing where only headers are there:
 # tools/check_torch_versions.sh compiles and does not link. The few cuda* symbols of c10's inline
