@@ -34,6 +34,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
             f"-DPython_EXECUTABLE={sys.executable}",
             "-DGPUMEMX_BUILD_PYTHON=ON",
+            "-DGPUMEMX_BUILD_LIBRARY=OFF",
             "-DGPUMEMX_BUILD_TESTS=OFF",
             "-DGPUMEMX_BUILD_BENCHMARKS=OFF",
             "-DGPUMEMX_WERROR=OFF",

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# The adapter layer and the Python module that holds it, gpumemx/_torch_<major>_<minor>: one for each
-# minor release of torch, since torch's allocator class changes its layout between them.
-#
-# Linked against c10, c10_cuda and torch_cuda without an rpath: torch is in the process when the
-# module is loaded. The few cuda* symbols of c10's inline functions come with them, so that no
-# libcudart of ours is ever loaded.
+# The adapter layer, for the torch that torch.cmake found. Its users are the Python module
+# (torch_module.cmake) and the C++ library (library.cmake).
 
 set(torch_includes
   "${gpumemx_torch_root}/include" "${gpumemx_torch_root}/include/torch/csrc/api/include"
@@ -13,23 +9,18 @@ set(torch_includes
 
 gpumemx_layer(adapter USES runtime monitor core driver base)
 target_include_directories(gpumemx_adapter SYSTEM PUBLIC ${torch_includes})
+# What only newer torch declares carries no `override` (torch_allocator.hpp says why).
+target_compile_options(gpumemx_adapter PUBLIC
+  $<$<CXX_COMPILER_ID:Clang,AppleClang>:-Wno-inconsistent-missing-override>)
 
-set(torch_module "_torch_${gpumemx_torch_major}_${gpumemx_torch_minor}")
-file(GLOB sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/bindings/torch/*.cpp")
-pybind11_add_module(${torch_module} MODULE NO_EXTRAS ${sources})
-gpumemx_warnings(${torch_module})
-target_compile_definitions(${torch_module} PRIVATE GPUMEMX_TORCH_MODULE=${torch_module})
-target_link_libraries(${torch_module} PRIVATE gpumemx_adapter)
-foreach(lib c10 c10_cuda torch_cuda)
-  # Missing where only headers are there: tools/check_torch_versions.sh compiles and does not link.
-  if(EXISTS "${gpumemx_torch_root}/lib/lib${lib}.so")
-    target_link_libraries(${torch_module} PRIVATE "${gpumemx_torch_root}/lib/lib${lib}.so")
-  endif()
-endforeach()
-target_link_options(${torch_module} PRIVATE -Wl,--allow-shlib-undefined)
-set_target_properties(${torch_module} PROPERTIES
-  CXX_VISIBILITY_PRESET hidden
-  SKIP_BUILD_RPATH ON
-  NO_SONAME ON
-  LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/python/gpumemx")
-add_dependencies(gpumemx_python ${torch_module})
+# gpumemx_link_torch(<target> <library of torch>...). Missing where only headers are there:
+# tools/check_torch_versions.sh compiles and does not link. The few cuda* symbols of c10's inline
+# functions come with torch's libraries, so that no libcudart of ours is ever loaded.
+function(gpumemx_link_torch target)
+  foreach(lib IN LISTS ARGN)
+    if(EXISTS "${gpumemx_torch_root}/lib/lib${lib}.so")
+      target_link_libraries(${target} PRIVATE "${gpumemx_torch_root}/lib/lib${lib}.so")
+    endif()
+  endforeach()
+  target_link_options(${target} PRIVATE -Wl,--allow-shlib-undefined)
+endfunction()

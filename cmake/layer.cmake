@@ -14,7 +14,8 @@ function(gpumemx_warnings target)
     $<$<BOOL:${GPUMEMX_WERROR}>:-Werror>
     # g++ 12 and 13 see overlapping copies in std::string's operator+ (GCC bug 105651).
     $<$<AND:$<CXX_COMPILER_ID:GNU>,$<VERSION_LESS:$<CXX_COMPILER_VERSION>,14>>:-Wno-restrict>
-    $<$<CXX_COMPILER_ID:Clang,AppleClang>:-Wthread-safety>)
+    # g++'s -Wconversion means no signs in C++, clang's does.
+    "$<$<CXX_COMPILER_ID:Clang,AppleClang>:-Wthread-safety;-Wno-sign-conversion>")
 endfunction()
 
 function(gpumemx_layer name)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Which torch the given Python has, read from its files: importing it takes seconds. The adapter is
-# built for that one. TORCH_ROOT (a folder with include/ and lib/, as in a wheel) overrides it.
+# Which torch the adapter is built for: that of the given Python, read from its files, since importing
+# it takes seconds. GPUMEMX_TORCH_ROOT (a folder with include/ and lib/, as in a wheel) overrides it;
+# without the Python extension, so do the usual names of a LibTorch (find_torch_root.cmake).
 #
 # Sets gpumemx_torch_version and gpumemx_torch_cuda, empty when there is none; gpumemx_torch_root;
 # and gpumemx_torch_missing: why the adapter can't be built, or empty.
@@ -12,9 +13,14 @@ set(gpumemx_torch_root "")
 set(gpumemx_torch_missing "no torch in the build's Python")
 set(GPUMEMX_TORCH_ROOT "" CACHE PATH "torch to build the adapter for; default: that of the Python")
 
+include(find_torch_root)
 if(GPUMEMX_TORCH_ROOT)
   set(gpumemx_torch_root "${GPUMEMX_TORCH_ROOT}")
   set(gpumemx_torch_cuda "given")
+elseif(NOT GPUMEMX_BUILD_PYTHON)
+  gpumemx_find_torch_root(gpumemx_torch_root PYTHON "${Python_EXECUTABLE}")
+  gpumemx_torch_release(gpumemx_torch_version "${gpumemx_torch_root}")
+  set(gpumemx_torch_missing "no torch with CUDA (set CMAKE_PREFIX_PATH to a LibTorch, or GPUMEMX_TORCH_ROOT)")
 elseif(Python_EXECUTABLE)
   execute_process(
     COMMAND "${Python_EXECUTABLE}" "${PROJECT_SOURCE_DIR}/cmake/find_torch.py"
@@ -28,16 +34,10 @@ elseif(Python_EXECUTABLE)
 endif()
 
 if(gpumemx_torch_root)
-  set(header "${gpumemx_torch_root}/include/torch/headeronly/version.h")
-  if(NOT EXISTS "${header}")
-    set(header "${gpumemx_torch_root}/include/torch/version.h")
-  endif()
-  if(EXISTS "${header}")
-    file(READ "${header}" text)
-    string(REGEX MATCH "TORCH_VERSION_MAJOR ([0-9]+)" _ "${text}")
+  gpumemx_torch_release(release "${gpumemx_torch_root}")
+  if(release MATCHES "^([0-9]+)\\.([0-9]+)$")
     set(gpumemx_torch_major "${CMAKE_MATCH_1}")
-    string(REGEX MATCH "TORCH_VERSION_MINOR ([0-9]+)" _ "${text}")
-    set(gpumemx_torch_minor "${CMAKE_MATCH_1}")
+    set(gpumemx_torch_minor "${CMAKE_MATCH_2}")
   endif()
   set(gpumemx_torch_missing "")
   if(NOT EXISTS "${gpumemx_torch_root}/include/c10/cuda/CUDACachingAllocator.h"

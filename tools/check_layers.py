@@ -18,13 +18,17 @@ MAY_INCLUDE = {
     "monitor": {"base", "driver", "core", "monitor"},
     "runtime": {"base", "driver", "core", "monitor", "runtime"},
     "adapter": {"base", "driver", "core", "monitor", "runtime", "adapter"},
+    "api": {"base", "driver", "core", "monitor", "runtime", "adapter", "api"},
     "bindings": {"base", "driver", "core", "replay", "monitor", "runtime", "adapter", "bindings"},
+    "include": set(),  # what is installed: the C++ library and <gpumemx/...>, nothing of ours
 }
 # Outside headers that only one place may see: what keeps the core buildable without CUDA, torch and
 # Python. The binding of the adapter sees torch's headers too.
 FENCED = {
     ("driver/cuda",): r"(cuda|nvml|nvrtc)\w*\.h",
-    ("adapter", "bindings/torch"): r"(c10|ATen|torch)/",
+    # api/ may catch torch's exceptions: its users need not.
+    ("adapter", "bindings/torch", "api"): r"(c10|ATen|torch)/",
+    ("include", "api"): r"gpumemx/",
     ("bindings",): r"pybind11/|Python\.h",
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')

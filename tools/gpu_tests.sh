@@ -6,9 +6,21 @@
 # as a failure. There must be cmake, ninja, g++, CUDA's headers, GoogleTest, and a python3 with numpy,
 # pybind11 and rich. Nothing is installed and nothing is written into the checkout.
 #
+#   tools/gpu_tests.sh       all of it
+#   tools/gpu_tests.sh cpp   only the C++ library: scenarios of its interface, how programs end, what an
+#                            unloaded module leaves, and examples/cpp built from an install prefix and
+#                            trained with gpumemx and without it. Needs torch and Catch2, no pybind11.
+#
 #   BUILD_DIR=<folder>   where to build; default: a new temporary folder
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+only=
+case "${1:-}" in
+  "") ;;
+  cpp) only=cpp ;;
+  *) die "usage: tools/gpu_tests.sh [cpp]" ;;
+esac
 
 for tool in cmake ninja g++ python3; do
   command -v "$tool" >/dev/null || die "$tool is missing on this machine"
@@ -17,8 +29,9 @@ build=${BUILD_DIR:-$(mktemp -d -t gpumemx-gpu-XXXXXX)}
 mkdir -p "$build"
 python=$(command -v python3)
 
-with_python=ON
-"$python" -c 'import pybind11' 2>/dev/null || {
+with_python=ON with_benchmarks=ON target=all
+if [ -n "$only" ]; then with_python=OFF with_benchmarks=OFF target=gpumemx_library_tests; fi
+[ -n "$only" ] || "$python" -c 'import pybind11' 2>/dev/null || {
   echo "gpumemx: this python3 has no pybind11: the Python tests are left out"
   with_python=OFF
 }
@@ -29,11 +42,14 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>
 
 say "build in $build"
 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g" \
-  -DPython_EXECUTABLE="$python" -DGPUMEMX_BUILD_TESTS=ON -DGPUMEMX_BUILD_BENCHMARKS=ON \
+  -DPython_EXECUTABLE="$python" -DGPUMEMX_BUILD_TESTS=ON -DGPUMEMX_BUILD_BENCHMARKS=$with_benchmarks \
   -DGPUMEMX_BUILD_PYTHON=$with_python | sed -n '/^-- gpumemx/,/benchmarks:/p'
 grep -q 'GPUMEMX_CUDA_INCLUDE_DIR:PATH=/' "$build/CMakeCache.txt" ||
   die "cuda.h was not found, so the CUDA driver was left out: set CUDA_HOME"
-cmake --build "$build" -j "$jobs" | tail -n 3
+if [ -n "$only" ] && ! grep -q 'gpumemx_library_tests' "$build/build.ninja"; then
+  die "the C++ library was left out: see above"
+fi
+cmake --build "$build" -j "$jobs" --target "$target" | tail -n 3
 
 export GPUMEMX_REQUIRE_GPU=1
 results="$build/results"
@@ -41,6 +57,14 @@ rm -rf "$results"
 mkdir -p "$results"
 failed=0
 run() { "$@" || failed=$((failed + 1)); }
+
+if [ -n "$only" ]; then
+  say "the C++ library"
+  run ctest --test-dir "$build" -R '^cpp/' -L '^gpu$' -j 4 --no-tests=error --output-on-failure \
+    --output-junit "$results/cpp.xml"
+  say "summary"
+  exec "$python" tools/test_summary.py --no-skips --failed-steps "$failed" "$results"/*.xml
+fi
 
 say "contract suite: the device"
 run ctest --test-dir "$build" -R '^contract/' -L '^gpu$' --no-tests=error --output-on-failure \

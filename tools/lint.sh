@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# tools/lint.sh [layers|format|ruff|mypy|locks|tidy|fix]...   without arguments: the first five
+# tools/lint.sh [layers|format|ruff|mypy|locks|reference|tidy|fix]...   without arguments: the first six
 #
 # Needs the tools of tools/requirements/lint.txt (tools/setup.sh lint). `fix` rewrites what the
 # formatters would complain about. `tidy` needs clang-tidy 14 or newer and a configured build/dev; it
@@ -10,7 +10,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 PATH="$venv/bin:$PATH"
 
-cpp_files() { find csrc tests benchmarks -name '*.[ch]pp' -print0; }
+cpp_files() { find csrc tests benchmarks examples -name '*.[ch]pp' -print0; }
 
 lint() {
   case $1 in
@@ -30,6 +30,15 @@ lint() {
         xargs -0 -P "$(nproc)" -n 8 clang++ -std=c++20 -fsyntax-only -Icsrc -Ibuild/lint -Wall -Wextra \
           -Wthread-safety -Werror && echo "locks: ok"
       ;;
+    reference)
+      # The C++ reference: everything public is documented, and what is referred to exists.
+      command -v doxygen >/dev/null || {
+        echo "reference: left out, there is no doxygen"
+        return 0
+      }
+      mkdir -p build/reference
+      doxygen docs/Doxyfile && echo "reference: ok"
+      ;;
     tidy) find csrc -name '*.cpp' -not -path '*/bindings/*' -print0 | xargs -0 clang-tidy -p build/dev --quiet ;;
     fix) cpp_files | xargs -0 clang-format -i && ruff check --quiet --fix . && ruff format --quiet . ;;
     *) die "tools/lint.sh: no check named '$1'" ;;
@@ -37,7 +46,7 @@ lint() {
 }
 
 status=0
-[ $# -gt 0 ] || set -- layers format ruff mypy locks
+[ $# -gt 0 ] || set -- layers format ruff mypy locks reference
 for check in "$@"; do
   lint "$check" || {
     echo "$check: FAILED" >&2

@@ -7,10 +7,10 @@
 #
 # Always: a C++20 compiler and Python's headers (system packages), and a Python environment with the
 # build tools (PyPI): the active one, else .venv in the checkout. With `test`: GoogleTest, Catch2 and
-# pytest too; with `lint` and `coverage`: their tools; with `browser`: a headless Chromium and
-# playwright, which opens pages in it (150 MB); with `torch`: PyTorch and the CUDA libraries that it
-# brings (some GB). What is there is left alone, so a second run takes a moment. System packages are
-# installed with sudo when not root.
+# pytest too; with `lint` and `coverage`: their tools (lint: doxygen too); with `browser`: a headless
+# Chromium and playwright, which opens pages in it (150 MB); with `torch`: PyTorch and the CUDA
+# libraries that it brings (some GB). What is there is left alone, so a second run takes a moment.
+# System packages are installed with sudo when not root.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -46,6 +46,7 @@ if wants test; then
   has_header gtest/gtest.h || missing+=(libgtest-dev)
   has_header catch2/catch_all.hpp || has_header catch2/catch.hpp || missing+=(catch2)
 fi
+if wants lint && ! command -v doxygen >/dev/null; then missing+=(doxygen); fi
 if wants browser && ! has_chromium; then missing+=(chromium-headless-shell); fi
 
 if [ ${#missing[@]} -gt 0 ]; then

@@ -2,6 +2,7 @@
 #include "adapter/device_view.hpp"
 
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
 
 #include <algorithm>
 
@@ -20,15 +21,28 @@ torch_alloc::CUDAAllocator* torchs_own() {
 
 Bytes bytes(std::int64_t n) { return {static_cast<std::uint64_t>(std::max<std::int64_t>(n, 0))}; }
 
+// How many devices there are, as far as that is known without starting CUDA; else 0.
+int known_devices() {
+  if (installed() != nullptr) return DeviceRegistry::instance().device_count();
+  return torchs_own() == nullptr ? 0 : c10::cuda::device_count();
+}
+
 }  // namespace
+
+int current_device() {
+  const int count = known_devices();
+  return count <= 1 ? 0 : c10::cuda::current_device();
+}
 
 DeviceView::DeviceView(int device)
     : device_(device),
       ours_(installed() != nullptr ? DeviceRegistry::instance().if_open(device) : nullptr) {
-  const int count = DeviceRegistry::instance().device_count();
+  const int count = known_devices();
   TORCH_CHECK_INDEX(device >= 0 && (count == 0 || device < count),
                     "gpumemx: there is no CUDA device ", device, "; this process has ", count);
 }
+
+bool DeviceView::started() const { return ours_ != nullptr || torchs_own() != nullptr; }
 
 MemoryFigures DeviceView::figures() const {
   if (ours_ != nullptr) return ours_->allocator->memory_figures();
@@ -68,17 +82,19 @@ std::string DeviceView::summary() const {
   return summary_table(device_, exact() ? "gpumemx" : "torch", figures(), note);
 }
 
-TrimReport DeviceView::clear_cache(bool wait) const {
-  if (ours_ != nullptr) return ours_->allocator->trim({std::nullopt, {}, wait});
+TrimReport DeviceView::trim(Bytes target, bool wait) const {
+  if (ours_ != nullptr) return ours_->allocator->trim({std::nullopt, target, wait});
   TrimReport report;
   torch_alloc::CUDAAllocator* torch = torchs_own();
   if (torch == nullptr) return report;
-  const Bytes before = figures().reserved;
-  torch->emptyCache({0, 0});
-  const MemoryFigures after = figures();
-  report.released = before - std::min(before, after.reserved);
+  const MemoryFigures before = figures();
+  const bool is_enough = target.n != 0 && before.reserved <= target;
+  if (!is_enough) torch->emptyCache({0, 0});
+  const MemoryFigures after = is_enough ? before : figures();
+  report.released = before.reserved - std::min(before.reserved, after.reserved);
   report.live = after.live + after.pending;
-  report.held = after.held + after.idle;
+  report.held = after.held + (is_enough ? Bytes{} : after.idle);
+  report.wanted = is_enough ? after.idle : Bytes{};
   return report;
 }
 

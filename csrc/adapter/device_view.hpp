@@ -13,15 +13,24 @@
 
 namespace gpumemx::adapter {
 
+// The device that the calling thread works on; 0 before CUDA has started.
+int current_device();
+
 class DeviceView {
  public:
-  // REQUIRES: device >= 0. Throws c10::Error (IndexError in Python) beyond the last device.
+  // Throws c10::IndexError (IndexError in Python) where CUDA has started and has no such device.
   explicit DeviceView(int device);
 
+  int device() const { return device_; }
   bool exact() const { return ours_ != nullptr; }
+  // Whether either allocator has started: before, all figures are 0.
+  bool started() const;
   MemoryFigures figures() const;
   std::string summary() const;
-  TrimReport clear_cache(bool wait) const;
+  // Gives back what is cached until `target` bytes are reserved, or nothing more can go. torch's own
+  // allocator knows only all or nothing.
+  TrimReport trim(Bytes target, bool wait) const;
+  TrimReport clear_cache(bool wait) const { return trim({}, wait); }
   Stats stats() const;                   // zeros where gpumemx has not opened the device
   DriverFigures driver_figures() const;  // the same
 

@@ -6,8 +6,11 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
+#include <cstring>
 #include <exception>
+#include <typeinfo>
 
+#include "adapter/loaded_torch.hpp"
 #include "driver/cuda/cuda_driver.hpp"
 
 namespace gpumemx::adapter {
@@ -21,7 +24,7 @@ std::atomic<TorchAllocator*> the_installed{nullptr};
 
 struct Shown {
   Mutex mu;
-  Settings settings GPUMEMX_GUARDED_BY(mu);
+  SettingSet settings GPUMEMX_GUARDED_BY(mu);
   std::string complaint GPUMEMX_GUARDED_BY(mu);
 };
 Shown& shown() {
@@ -31,8 +34,8 @@ Shown& shown() {
 
 // torch's parser asks this set whether a key that it does not know is somebody else's.
 void accept_our_keys() {
-  for (const Settings::Key& key : Settings::known_keys()) {
-    TorchConfig::getMutableKeys().insert(std::string(Settings::kTorchPrefix) + key.name);
+  for (const SettingSet::Key& key : SettingSet::known_keys()) {
+    TorchConfig::getMutableKeys().insert(std::string(SettingSet::kTorchPrefix) + key.name);
   }
 }
 
@@ -61,40 +64,56 @@ Result<std::unique_ptr<DeviceDriver>> open_cuda(int device) {
 
 TorchAllocator* installed() { return the_installed.load(); }
 
+// By name: two copies have two type_infos for one class.
+bool is_installed_by_anyone() {
+  torch_alloc::CUDAAllocator* current = torch_alloc::allocator.load();
+  return current != nullptr &&
+         std::strcmp(typeid(*current).name(), typeid(TorchAllocator).name()) == 0;
+}
+
 std::string settings_complaint() {
   Shown& s = shown();
   MutexLock lock(s.mu);
   return s.complaint;
 }
 
-std::vector<Settings::Entry> settings_in_force() {
+std::vector<SettingSet::Entry> settings_in_force() {
   Shown& s = shown();
   MutexLock lock(s.mu);
   return s.settings.list();
 }
 
-std::optional<std::string> install(InstallRequest request) {
+std::optional<InstallFailure> install(InstallRequest request) {
+  using Failure = InstallFailure;
   if (installed() != nullptr) return std::nullopt;
   torch_alloc::CUDAAllocator* before = torch_alloc::allocator.load();
-  if (before == nullptr) return "this torch was built without CUDA";
+  if (before == nullptr) return Failure{Failure::kImpossible, "this torch was built without CUDA"};
+  if (auto other = other_torch()) return Failure{Failure::kImpossible, *other};
+  if (is_installed_by_anyone()) {
+    return Failure{Failure::kImpossible,
+                   "another copy of gpumemx is torch's allocator in this process already: the "
+                   "Python package and the C++ library cannot both be it"};
+  }
   if (before->name() != "native") {
-    return "torch runs on its '" + before->name() +
-           "' allocator; remove backend:" + before->name() +
-           " from PYTORCH_ALLOC_CONF (and PYTORCH_CUDA_ALLOC_CONF), or don't install gpumemx";
+    return Failure{
+        Failure::kImpossible,
+        "torch runs on its '" + before->name() + "' allocator; remove backend:" + before->name() +
+            " from PYTORCH_ALLOC_CONF (and PYTORCH_CUDA_ALLOC_CONF), or don't install gpumemx"};
   }
   const bool started = before->initialized();
-  if (started && !request.late) return "CUDA has started already";
+  if (started && !request.late) return Failure{Failure::kTooLate, "CUDA has started already"};
 
   // GPUMEMX_CONF and the arguments win over torch's variables.
-  Settings settings;
-  if (auto wrong = settings.apply_torch_environment()) return wrong;
-  if (auto wrong = settings.overlay(request.settings)) return wrong;
+  SettingSet settings;
+  if (auto wrong = settings.apply_torch_environment()) return Failure{Failure::kSetting, *wrong};
+  if (auto wrong = settings.overlay(request.settings)) return Failure{Failure::kSetting, *wrong};
   accept_our_keys();
   double fraction = 1;
   try {
     fraction = CUDAAllocatorConfig::per_process_memory_fraction();  // parses torch's variables
   } catch (const std::exception& error) {
-    return std::string("torch refuses its own configuration: ") + error.what();
+    return Failure{Failure::kImpossible,
+                   std::string("torch refuses its own configuration: ") + error.what()};
   }
   chain_parser_hook();
 

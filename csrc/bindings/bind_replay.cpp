@@ -18,8 +18,8 @@
 
 #include "bindings/docstrings.hpp"
 #include "replay/replay.hpp"
+#include "runtime/setting_set.hpp"
 #include "runtime/setting_table.hpp"
-#include "runtime/settings.hpp"
 
 namespace py = pybind11;
 
@@ -49,7 +49,7 @@ using SettingPairs = std::map<std::string, std::string>;
 
 void apply_settings(const SettingPairs& settings, ReplayOptions& options) {
   if (options.policy == "gpumemx") {
-    Settings own;
+    SettingSet own;
     std::vector<ConfPair> pairs;
     for (const auto& [key, value] : settings) pairs.push_back({key, value});
     if (const auto mistake = own.set_all(pairs, "settings")) throw py::value_error(*mistake);
@@ -65,7 +65,7 @@ void apply_settings(const SettingPairs& settings, ReplayOptions& options) {
 std::vector<std::string> setting_names(const std::string& policy) {
   std::vector<std::string> names;
   if (policy == "gpumemx") {
-    for (const Settings::Key& key : Settings::known_keys()) names.push_back(key.name);
+    for (const SettingSet::Key& key : SettingSet::known_keys()) names.push_back(key.name);
   } else {
     for (const std::string_view key : TorchOptions::keys()) names.emplace_back(key);
   }

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bindings/docstrings.hpp"
-#include "runtime/settings.hpp"
+#include "runtime/setting_set.hpp"
 #ifdef GPUMEMX_HAVE_CUDA_DRIVER
 #include "driver/cuda/cuda_driver.hpp"
 #endif
@@ -23,10 +23,10 @@ py::list gather_settings(const std::string& conf,
                          const std::map<std::string, std::string>& arguments) {
   std::vector<ConfPair> pairs;
   for (const auto& [key, value] : arguments) pairs.push_back({key, value});
-  Settings settings;
+  SettingSet settings;
   if (auto wrong = settings.gather(conf, pairs)) throw py::value_error(*wrong);
   py::list out;
-  for (const Settings::Entry& e : settings.list()) {
+  for (const SettingSet::Entry& e : settings.list()) {
     py::dict d;
     d["key"] = e.key;
     d["value"] = e.value;
@@ -63,7 +63,7 @@ py::dict probe_device(int) {
 void bind_runtime(py::module_& module) {
   module.def("gather_settings", &gather_settings, py::arg("conf"), py::arg("arguments"),
              kGatherSettingsDoc);
-  module.def("unknown_environment", &Settings::unknown_environment, py::arg("names"),
+  module.def("unknown_environment", &SettingSet::unknown_environment, py::arg("names"),
              kUnknownEnvironmentDoc);
   module.def("probe_device", &probe_device, py::arg("device"), kProbeDeviceDoc);
 }

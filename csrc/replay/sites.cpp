@@ -23,6 +23,22 @@ bool is_torch(std::string_view file, std::string_view function) {
          file.ends_with(".h") || file.ends_with(".hpp") || file.ends_with(".c") || has(file, ".so");
 }
 
+// A C++ frame that no program wrote: of torch, of its allocator or of the system's start-up code.
+bool is_library(std::string_view file, std::string_view function) {
+  if (function.empty() || function == "??" || file.ends_with(".py")) return true;
+  const std::string_view name =
+      function.substr(0, function.find('('));  // arguments are torch's often
+  for (const std::string_view space :
+       {"torch::", "c10::", "at::", "caffe2::", "std::", "__gnu_cxx::", "gpumemx::adapter::"}) {
+    if (has(name, space)) return true;
+  }
+  for (const std::string_view start :
+       {"start_thread", "clone", "_start", "__libc_", "execute_native_thread_routine", "__clone"}) {
+    if (name.starts_with(start)) return true;
+  }
+  return false;
+}
+
 // cuBLAS's workspace as torch asks for it on cards before Hopper: 2 x 4 MiB and 8 x 16 KiB.
 constexpr std::uint64_t kBlasWorkspace = 2 * (4096u << 10) + 8 * (16u << 10);
 
@@ -69,10 +85,16 @@ const std::string& Sites::site(const RecordedBlock& block) {
 
 std::string Sites::site_of_stack(std::uint32_t stack_number) const {
   const auto stack = snapshot_.stacks[stack_number];
-  const auto own = std::find_if(stack.begin(), stack.end(), [&](std::uint32_t number) {
+  auto own = std::find_if(stack.begin(), stack.end(), [&](std::uint32_t number) {
     const Frame f = frame(number);
     return !is_torch(f.file, f.function);
   });
+  if (own == stack.end()) {  // a C++ program, or a thread of torch's
+    own = std::find_if(stack.begin(), stack.end(), [&](std::uint32_t number) {
+      const Frame f = frame(number);
+      return !is_library(f.file, f.function);
+    });
+  }
   const Frame f = frame(own == stack.end() ? stack.front() : *own);
   std::string text(f.file.empty() ? "??" : f.file);
   text += ":" + std::to_string(f.line);

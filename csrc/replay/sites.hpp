@@ -31,8 +31,9 @@ class Sites {
 
   // Both remember what they found for a stack: looking at one can be long, and few are different.
   //
-  // "file:line function" of the innermost frame that is not torch's, else of the innermost; without
-  // frames what the program attached, else what is known of the block.
+  // "file:line function" of the innermost frame that is not torch's: of Python or, where there is none,
+  // of C++; else of the innermost. Without frames what the program attached, else what is known of the
+  // block.
   const std::string& site(const RecordedBlock& block);
   Category category(const RecordedBlock& block);
 

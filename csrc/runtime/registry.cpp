@@ -62,6 +62,8 @@ Result<Device*> DeviceRegistry::device(int index) {
   device->allocator = std::make_unique<DeviceAllocator>(*device->counting, options_);
   device->scopes = std::make_unique<ScopeBoard>(*device->allocator, *device->counting);
   if (observer_ != nullptr) device->allocator->add_observer(observer_);
+  device->pressure = std::make_unique<PressureTeller>(pressure_, index);
+  device->allocator->add_observer(device->pressure.get());
   if (const auto memory = device->counting->memory(); memory.ok()) {
     device->total = memory.value().total;
   }

@@ -25,6 +25,7 @@
 #include "driver/device_driver.hpp"
 #include "monitor/scope.hpp"
 #include "runtime/background.hpp"
+#include "runtime/pressure.hpp"
 
 namespace gpumemx {
 
@@ -33,6 +34,7 @@ struct Device {
   std::unique_ptr<CountingDriver> counting;  // in front of `driver`
   std::unique_ptr<DeviceAllocator> allocator;
   std::unique_ptr<ScopeBoard> scopes;
+  std::unique_ptr<PressureTeller> pressure;
   Bytes total;                                            // of the device's memory
   std::atomic<std::int64_t> last_emptied_ms{-1'000'000};  // of the steady clock
   std::atomic<int> emptied_in_a_row{0};                   // each within a second of the one before
@@ -75,6 +77,9 @@ class DeviceRegistry {
   // The open device whose block begins at `address`, or -1.
   int owner_of(DeviceAddr address) const;
 
+  // Whom the allocators of all devices ask for memory before a request fails.
+  PressureCallbacks& pressure() { return pressure_; }
+
   // A cap as a share of the device's memory, [0, 1]; kept for devices that are not open yet.
   // REQUIRES: index is from 0 to kMaxDevices - 1.
   void set_fraction(int index, double fraction) GPUMEMX_EXCLUDES(mu_);
@@ -97,6 +102,7 @@ class DeviceRegistry {
   std::atomic<bool> shut_down_{false};
   std::array<std::atomic<Device*>, kMaxDevices> devices_{};
 
+  PressureCallbacks pressure_;
   Background background_;  // runs when Options::background is set
 
   mutable Mutex mu_;

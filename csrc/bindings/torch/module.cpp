@@ -115,11 +115,11 @@ void install(const std::string& conf, const std::map<std::string, std::string>& 
              bool late, int simulated_devices, std::uint64_t simulated_bytes) {
   adapter::InstallRequest request;
   request.late = late;
-  if (auto wrong = request.settings.apply(conf, Settings::kConfSource))
+  if (auto wrong = request.settings.apply(conf, SettingSet::kConfSource))
     throw py::value_error(*wrong);
   std::vector<ConfPair> pairs;
   for (const auto& [key, value] : arguments) pairs.push_back({key, value});
-  if (auto wrong = request.settings.set_all(pairs, Settings::kArgumentSource)) {
+  if (auto wrong = request.settings.set_all(pairs, SettingSet::kArgumentSource)) {
     throw py::value_error(*wrong);
   }
   if (simulated_devices > 0) {
@@ -134,12 +134,12 @@ void install(const std::string& conf, const std::map<std::string, std::string>& 
       return std::unique_ptr<DeviceDriver>(std::make_unique<SimDriver>(options));
     };
   }
-  if (auto wrong = adapter::install(std::move(request))) throw std::runtime_error(*wrong);
+  if (auto wrong = adapter::install(std::move(request))) throw std::runtime_error(wrong->text);
 }
 
 py::list settings() {
   py::list out;
-  for (const Settings::Entry& e : adapter::settings_in_force()) {
+  for (const SettingSet::Entry& e : adapter::settings_in_force()) {
     py::dict d;
     d["key"] = e.key;
     d["value"] = e.value;

@@ -97,6 +97,22 @@ TEST(Analysis, NamesTheInnermostLineThatIsNotTorchs) {
   EXPECT_EQ(site_of({}), "(no frames recorded)");
 }
 
+TEST(Analysis, NamesTheFunctionOfACppProgramThatAllocated) {
+  const std::vector<std::string> torchs{
+      frame("??", 0, "torch::unwind::unwind()"),
+      frame("??", 0, "gpumemx::adapter::TorchAllocator::allocate(unsigned long)"),
+      frame("??", 0, "at::empty(c10::ArrayRef<long>)")};
+  auto stack = torchs;
+  stack.push_back(frame("serve.cpp", 40, "Server::load(at::Tensor const&)"));
+  stack.push_back(frame("serve.cpp", 90, "main"));
+  EXPECT_EQ(site_of(stack), "serve.cpp:40 Server::load(at::Tensor const&)");
+  // A thread of torch's has nothing of the program.
+  stack = torchs;
+  stack.push_back(frame("??", 0, "std::thread::_State_impl<run>::_M_run()"));
+  stack.push_back(frame("??", 0, "start_thread"));
+  EXPECT_EQ(site_of(stack), "??:0 torch::unwind::unwind()");
+}
+
 std::string category_of(const std::vector<std::string>& frames, std::int64_t size = 100) {
   // Another entry has frames, so that an entry without them says something.
   std::vector<Entry> entries{{"alloc", kBase, size, 1, 0, frames},

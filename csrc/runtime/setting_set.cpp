@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "runtime/settings.hpp"
+#include "runtime/setting_set.hpp"
 
 #include <algorithm>
 #include <array>
@@ -81,21 +81,21 @@ std::vector<ConfPair> split_conf(std::string_view text) {
   return pairs;
 }
 
-Options Settings::defaults() {
+Options SettingSet::defaults() {
   Options options;
   options.background = true;  // there is a thread for it (runtime/background.hpp)
   return options;
 }
 
-Settings::Settings()
+SettingSet::SettingSet()
     : options_(defaults()), sources_(setting_rows().size(), std::string(kDefaultSource)) {}
 
-std::optional<std::string> Settings::apply(std::string_view text, std::string_view source) {
+std::optional<std::string> SettingSet::apply(std::string_view text, std::string_view source) {
   return assign(split_conf(text), source, "");
 }
 
-std::optional<std::string> Settings::apply_torch_conf(std::string_view text,
-                                                      std::string_view source) {
+std::optional<std::string> SettingSet::apply_torch_conf(std::string_view text,
+                                                        std::string_view source) {
   std::vector<ConfPair> own;
   for (ConfPair& pair : split_conf(text)) {
     if (!plain_word(pair.key).starts_with(kTorchPrefix)) continue;
@@ -105,23 +105,23 @@ std::optional<std::string> Settings::apply_torch_conf(std::string_view text,
   return assign(own, source, kTorchPrefix);
 }
 
-std::optional<std::string> Settings::set(std::string_view key, std::string_view value,
-                                         std::string_view source) {
+std::optional<std::string> SettingSet::set(std::string_view key, std::string_view value,
+                                           std::string_view source) {
   return set_all({{.key = std::string(key), .value = std::string(value)}}, source);
 }
 
-std::optional<std::string> Settings::set_all(const std::vector<ConfPair>& pairs,
-                                             std::string_view source) {
+std::optional<std::string> SettingSet::set_all(const std::vector<ConfPair>& pairs,
+                                               std::string_view source) {
   return assign(pairs, source, "");
 }
 
 // Works on a copy, so that a text with a mistake leaves nothing behind. `prefix` is what the user
 // wrote before our names.
-std::optional<std::string> Settings::assign(const std::vector<ConfPair>& pairs,
-                                            std::string_view source, std::string_view prefix) {
+std::optional<std::string> SettingSet::assign(const std::vector<ConfPair>& pairs,
+                                              std::string_view source, std::string_view prefix) {
   const std::string from = std::string(source) + ": ";
   const std::string before(prefix);
-  Settings next = *this;
+  SettingSet next = *this;
   for (const ConfPair& pair : pairs) {
     const std::string key = plain_word(pair.key);
     const std::string shown = before + key;
@@ -156,8 +156,8 @@ std::optional<std::string> Settings::assign(const std::vector<ConfPair>& pairs,
   return std::nullopt;
 }
 
-std::optional<std::string> Settings::overlay(const Settings& higher) {
-  Settings next = *this;
+std::optional<std::string> SettingSet::overlay(const SettingSet& higher) {
+  SettingSet next = *this;
   for (std::size_t i = 0; i < sources_.size(); ++i) {
     if (higher.sources_[i] == kDefaultSource) continue;
     const SettingRow& row = setting_rows()[i];
@@ -172,7 +172,7 @@ std::optional<std::string> Settings::overlay(const Settings& higher) {
   return std::nullopt;
 }
 
-std::optional<std::string> Settings::apply_torch_environment() {
+std::optional<std::string> SettingSet::apply_torch_environment() {
   // Lower precedence first. torch's generic parser prefers the first name, its CUDA parser the
   // second, so where both are set our keys may stand in either.
   for (const char* name : {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}) {
@@ -187,9 +187,9 @@ std::optional<std::string> Settings::apply_torch_environment() {
   return std::nullopt;
 }
 
-std::optional<std::string> Settings::gather(std::string_view conf,
-                                            const std::vector<ConfPair>& arguments) {
-  Settings own;
+std::optional<std::string> SettingSet::gather(std::string_view conf,
+                                              const std::vector<ConfPair>& arguments) {
+  SettingSet own;
   if (auto wrong = own.apply(conf, kConfSource)) return wrong;
   if (auto wrong = own.set_all(arguments, kArgumentSource)) return wrong;
   if (auto wrong = apply_torch_environment()) return wrong;
@@ -197,7 +197,7 @@ std::optional<std::string> Settings::gather(std::string_view conf,
 }
 
 // What a sentence of Options::validate() is about: " (rest_handle is 64MiB from GPUMEMX_CONF)".
-std::string Settings::named_in(std::string_view sentence) const {
+std::string SettingSet::named_in(std::string_view sentence) const {
   std::string text;
   for (std::size_t i = 0; i < setting_rows().size(); ++i) {
     if (sentence.find(setting_rows()[i].name) == sentence.npos) continue;
@@ -208,7 +208,7 @@ std::string Settings::named_in(std::string_view sentence) const {
   return text.empty() ? text : text + ")";
 }
 
-void Settings::note_torch(std::string_view key, std::string_view value, std::string_view source) {
+void SettingSet::note_torch(std::string_view key, std::string_view value, std::string_view source) {
   Entry entry{.key = plain_word(key),
               .value = std::string(value),
               .source = std::string(source),
@@ -224,7 +224,7 @@ void Settings::note_torch(std::string_view key, std::string_view value, std::str
   }
 }
 
-std::vector<Settings::Entry> Settings::list() const {
+std::vector<SettingSet::Entry> SettingSet::list() const {
   std::vector<Entry> entries;
   for (std::size_t i = 0; i < setting_rows().size(); ++i) {
     entries.push_back({.key = std::string(setting_rows()[i].name),
@@ -236,7 +236,7 @@ std::vector<Settings::Entry> Settings::list() const {
   return entries;
 }
 
-std::vector<Settings::Key> Settings::known_keys() {
+std::vector<SettingSet::Key> SettingSet::known_keys() {
   std::vector<Key> keys;
   for (const SettingRow& row : setting_rows()) {
     keys.push_back({.name = std::string(row.name),
@@ -248,7 +248,7 @@ std::vector<Settings::Key> Settings::known_keys() {
   return keys;
 }
 
-std::string Settings::nearest(std::string_view key) {
+std::string SettingSet::nearest(std::string_view key) {
   const std::string word = plain_word(key);
   std::string_view name = word;
   if (name.starts_with(kTorchPrefix)) name.remove_prefix(kTorchPrefix.size());
@@ -257,7 +257,7 @@ std::string Settings::nearest(std::string_view key) {
   return std::string(nearest_of(name, names));
 }
 
-std::vector<std::string> Settings::unknown_environment(const std::vector<std::string>& names) {
+std::vector<std::string> SettingSet::unknown_environment(const std::vector<std::string>& names) {
   std::vector<std::string> sentences;
   for (const std::string& name : names) {
     if (!name.starts_with(kEnvironmentPrefix)) continue;

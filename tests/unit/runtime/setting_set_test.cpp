@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Settings as people write them: right ones have their effect, and each mistake is one sentence
+// SettingSet as people write them: right ones have their effect, and each mistake is one sentence
 // that a person can act on and changes nothing.
-#include "runtime/settings.hpp"
+#include "runtime/setting_set.hpp"
 
 #include <gtest/gtest.h>
 
@@ -15,8 +15,8 @@
 namespace gpumemx {
 namespace {
 
-Settings::Entry entry(const Settings& settings, const std::string& key) {
-  for (Settings::Entry& e : settings.list()) {
+SettingSet::Entry entry(const SettingSet& settings, const std::string& key) {
+  for (SettingSet::Entry& e : settings.list()) {
     if (e.key == key) return e;
   }
   return {};
@@ -24,10 +24,10 @@ Settings::Entry entry(const Settings& settings, const std::string& key) {
 
 // What `text` sets as "key:value" in the order of the table, or the mistake that it has.
 std::string applied(const std::string& text) {
-  Settings settings;
+  SettingSet settings;
   if (const auto mistake = settings.apply(text, "GPUMEMX_CONF")) return *mistake;
   std::string set;
-  for (const Settings::Entry& e : settings.list()) {
+  for (const SettingSet::Entry& e : settings.list()) {
     if (e.source != "GPUMEMX_CONF") continue;
     set += set.empty() ? "" : ",";
     set += e.key + ":" + e.value;
@@ -51,7 +51,7 @@ struct Case {
   const char* outcome;
 };
 
-TEST(Settings, TakesTextsAsPeopleWriteThem) {
+TEST(SettingSet, TakesTextsAsPeopleWriteThem) {
   const Case cases[] = {
       {"", ""},
       {"  \t\n", ""},
@@ -84,7 +84,7 @@ TEST(Settings, TakesTextsAsPeopleWriteThem) {
   for (const Case& c : cases) EXPECT_EQ(applied(c.text), c.outcome) << "text: " << c.text;
 }
 
-TEST(Settings, NamesEachMistakeAndWhatToWrite) {
+TEST(SettingSet, NamesEachMistakeAndWhatToWrite) {
   const Case cases[] = {
       {"cap=8GiB", "GPUMEMX_CONF: 'cap=8GiB' has '=' in the place of ':'; write cap:8GiB"},
       {"slack:0.1, Cap = 8 GiB",
@@ -146,8 +146,8 @@ TEST(Settings, NamesEachMistakeAndWhatToWrite) {
   for (const Case& c : cases) EXPECT_EQ(applied(c.text), c.outcome) << "text: " << c.text;
 }
 
-TEST(Settings, AppliesNothingOfATextWithAMistake) {
-  Settings settings;
+TEST(SettingSet, AppliesNothingOfATextWithAMistake) {
+  SettingSet settings;
   ASSERT_EQ(settings.apply("cap:8GiB", "GPUMEMX_CONF"), std::nullopt);
   for (const char* text : {"cap:4GiB,slak:0.1", "cap:4GiB,slack:2", "cap:4GiB,slack",
                            "cap:4GiB,rest_handle:64MiB", "cap:4GiB,slack=0.1"}) {
@@ -157,8 +157,8 @@ TEST(Settings, AppliesNothingOfATextWithAMistake) {
   }
 }
 
-TEST(Settings, KnowsTheSourceOfEachValueAndALaterSourceWins) {
-  Settings settings;
+TEST(SettingSet, KnowsTheSourceOfEachValueAndALaterSourceWins) {
+  SettingSet settings;
   ASSERT_EQ(settings.apply_torch_conf("gpumemx_slack:0.1,gpumemx_cap:4GiB", "PYTORCH_ALLOC_CONF"),
             std::nullopt);
   ASSERT_EQ(settings.apply("cap:8GiB,price:2", "GPUMEMX_CONF"), std::nullopt);
@@ -173,8 +173,8 @@ TEST(Settings, KnowsTheSourceOfEachValueAndALaterSourceWins) {
   EXPECT_EQ(entry(settings, "hit_scan").source, "default");
 }
 
-TEST(Settings, SetsArgumentsInAnyOrder) {
-  Settings settings;
+TEST(SettingSet, SetsArgumentsInAnyOrder) {
+  SettingSet settings;
   EXPECT_EQ(settings.set("big_handle", "64MiB", "args"), std::nullopt);
   EXPECT_EQ(settings.set("rest_handle", " 64 MiB ", "args"),
             "args: rest_handle_max must be at least rest_handle (rest_handle is 64MiB from args, "
@@ -189,9 +189,9 @@ TEST(Settings, SetsArgumentsInAnyOrder) {
             "args: there is no setting 'bakground'; the nearest name is 'background'");
 }
 
-TEST(Settings, PutsHigherSettingsOverLowerOnesAtOnce) {
-  Settings low;
-  Settings high;
+TEST(SettingSet, PutsHigherSettingsOverLowerOnesAtOnce) {
+  SettingSet low;
+  SettingSet high;
   ASSERT_EQ(low.apply_torch_conf("gpumemx_slack:0.1,gpumemx_price:2", "PYTORCH_ALLOC_CONF"),
             std::nullopt);
   ASSERT_EQ(high.apply("rest_handle:64MiB,rest_handle_max:64MiB", "GPUMEMX_CONF"), std::nullopt);
@@ -204,22 +204,22 @@ TEST(Settings, PutsHigherSettingsOverLowerOnesAtOnce) {
   EXPECT_EQ(entry(low, "slack").source, "PYTORCH_ALLOC_CONF");
   EXPECT_EQ(entry(low, "price").source, "install_allocator()");
   EXPECT_EQ(entry(low, "rest_handle_max").source, "GPUMEMX_CONF");
-  EXPECT_EQ(entry(low, "cap").source, Settings::kDefaultSource);
+  EXPECT_EQ(entry(low, "cap").source, SettingSet::kDefaultSource);
   EXPECT_EQ(entry(low, "max_split_size_mb").value, "512");
 
-  Settings other;
+  SettingSet other;
   ASSERT_EQ(other.apply_torch_conf("gpumemx_rest_handle_max:16MiB", "PYTORCH_ALLOC_CONF"),
             std::nullopt);
-  Settings higher;
+  SettingSet higher;
   ASSERT_EQ(higher.apply("cap:8GiB,rest_handle:32MiB", "GPUMEMX_CONF"), std::nullopt);
   EXPECT_EQ(other.overlay(higher),
             "rest_handle_max must be at least rest_handle (rest_handle is 32MiB from GPUMEMX_CONF, "
             "rest_handle_max is 16MiB from PYTORCH_ALLOC_CONF)");
-  EXPECT_EQ(entry(other, "cap").source, Settings::kDefaultSource);
+  EXPECT_EQ(entry(other, "cap").source, SettingSet::kDefaultSource);
 }
 
-TEST(Settings, ReachesEveryOptionThatHasAKey) {
-  Settings settings;
+TEST(SettingSet, ReachesEveryOptionThatHasAKey) {
+  SettingSet settings;
   ASSERT_EQ(settings.apply("cap:3GiB,mode:plain,pool_mode:plain,background:false,"
                            "slack:0.25,cushion:0.125,"
                            "cushion_until:3GiB,max_aliases:3,"
@@ -254,11 +254,11 @@ TEST(Settings, ReachesEveryOptionThatHasAKey) {
   EXPECT_EQ(o.rest_handle_max, 16_MiB);
   EXPECT_EQ(o.big_handle, 4_MiB);
   EXPECT_EQ(o.big_handle_max, 32_MiB);
-  for (const Settings::Entry& e : settings.list()) EXPECT_EQ(e.source, "GPUMEMX_CONF") << e.key;
+  for (const SettingSet::Entry& e : settings.list()) EXPECT_EQ(e.source, "GPUMEMX_CONF") << e.key;
 }
 
-TEST(Settings, ListsDefaultsThatCanBeGivenBack) {
-  const Settings settings;
+TEST(SettingSet, ListsDefaultsThatCanBeGivenBack) {
+  const SettingSet settings;
   EXPECT_EQ(entry(settings, "cap").value, "none");
   EXPECT_EQ(entry(settings, "mode").value, "virtual");
   EXPECT_EQ(entry(settings, "hit_waste").value, "4MiB");
@@ -268,24 +268,24 @@ TEST(Settings, ListsDefaultsThatCanBeGivenBack) {
       "Growth over the peak of live memory, as a share of it, that goes before idle memory is "
       "moved: a number from 0 to 1.");
 
-  Settings again;
-  for (const Settings::Entry& e : settings.list()) {
+  SettingSet again;
+  for (const SettingSet::Entry& e : settings.list()) {
     EXPECT_EQ(e.source, "default");
     EXPECT_EQ(again.set(e.key, e.value, "again"), std::nullopt);
     EXPECT_EQ(entry(again, e.key).value, e.value);
   }
 }
 
-TEST(Settings, DescribesTheKeysInTheOrderOfTheList) {
-  const auto keys = Settings::known_keys();
-  const auto list = Settings().list();
+TEST(SettingSet, DescribesTheKeysInTheOrderOfTheList) {
+  const auto keys = SettingSet::known_keys();
+  const auto list = SettingSet().list();
   ASSERT_EQ(keys.size(), list.size());
   for (std::size_t i = 0; i < keys.size(); ++i) {
     EXPECT_EQ(keys[i].name, list[i].key);
     EXPECT_EQ(keys[i].fallback, list[i].value);
     EXPECT_EQ(keys[i].doc, list[i].note);
     EXPECT_NE(keys[i].doc.find(keys[i].accepts), std::string::npos);
-    EXPECT_EQ(Settings::nearest(keys[i].name), keys[i].name);
+    EXPECT_EQ(SettingSet::nearest(keys[i].name), keys[i].name);
   }
   const auto type = [&](const std::string& name) {
     return std::find_if(keys.begin(), keys.end(), [&](auto& k) { return k.name == name; })->type;
@@ -300,7 +300,7 @@ TEST(Settings, DescribesTheKeysInTheOrderOfTheList) {
 
 // The table has its own limits, so that a mistake can be told as "what is accepted". Here they are
 // held against those of Options::validate(): nothing that the core takes is refused at the limits.
-TEST(Settings, AgreesWithTheCoreOnWhatIsInRange) {
+TEST(SettingSet, AgreesWithTheCoreOnWhatIsInRange) {
   const struct {
     const char* key;
     double Options::* field;
@@ -319,15 +319,15 @@ TEST(Settings, AgreesWithTheCoreOnWhatIsInRange) {
         Options options;
         options.*c.field = value;
         EXPECT_EQ(!options.validate(), inside) << c.key << " " << value;
-        EXPECT_EQ(!Settings().set(c.key, std::to_string(value), "test"), inside)
+        EXPECT_EQ(!SettingSet().set(c.key, std::to_string(value), "test"), inside)
             << c.key << " " << value;
       }
     }
   }
 }
 
-TEST(Settings, TakesOnlyItsOwnKeysOutOfTorchsVariable) {
-  Settings settings;
+TEST(SettingSet, TakesOnlyItsOwnKeysOutOfTorchsVariable) {
+  SettingSet settings;
   EXPECT_EQ(
       settings.apply_torch_conf("max_split_size_mb:512,gpumemx_slack:0.01,"
                                 "roundup_power2_divisions:[256:1,gpumemx_slack:1,>:4],slack:1,"
@@ -354,8 +354,8 @@ TEST(Settings, TakesOnlyItsOwnKeysOutOfTorchsVariable) {
   }
 }
 
-TEST(Settings, SaysWhatBecomesOfTorchsKeys) {
-  Settings settings;
+TEST(SettingSet, SaysWhatBecomesOfTorchsKeys) {
+  SettingSet settings;
   settings.note_torch("Expandable_Segments", "False", "PYTORCH_CUDA_ALLOC_CONF");
   settings.note_torch("per_process_memory_fraction", "0.5", "PYTORCH_ALLOC_CONF");
   settings.note_torch("pinned_use_background_threads", "True", "PYTORCH_ALLOC_CONF");
@@ -364,7 +364,7 @@ TEST(Settings, SaysWhatBecomesOfTorchsKeys) {
   settings.note_torch("expandable_segments", "True", "PYTORCH_ALLOC_CONF");
 
   const auto list = settings.list();
-  const auto torchs = list.begin() + static_cast<std::ptrdiff_t>(Settings::known_keys().size());
+  const auto torchs = list.begin() + static_cast<std::ptrdiff_t>(SettingSet::known_keys().size());
   ASSERT_EQ(list.end() - torchs, 5);
   EXPECT_EQ(torchs[0].key, "expandable_segments");  // where it was noted first
   EXPECT_EQ(torchs[0].value, "True");
@@ -376,7 +376,7 @@ TEST(Settings, SaysWhatBecomesOfTorchsKeys) {
   EXPECT_TRUE(torchs[4].note.starts_with("unknown to gpumemx: ")) << torchs[4].note;
 }
 
-TEST(Settings, HasAWordForEveryKeyThatTorchDocuments) {
+TEST(SettingSet, HasAWordForEveryKeyThatTorchDocuments) {
   for (const char* key :
        {"large_segment_size_mb", "max_split_size_mb", "max_non_split_rounding_mb",
         "garbage_collection_threshold", "roundup_power2_divisions", "expandable_segments",
@@ -385,30 +385,30 @@ TEST(Settings, HasAWordForEveryKeyThatTorchDocuments) {
         "throw_on_cudamalloc_oom", "pinned_use_cuda_host_register", "pinned_num_register_threads",
         "pinned_reserve_segment_size_mb", "pinned_free_catch_all", "expandable_segments_reserve",
         "expandable_segments_reserve_by_class"}) {
-    Settings settings;
+    SettingSet settings;
     settings.note_torch(key, "1", "PYTORCH_ALLOC_CONF");
     EXPECT_FALSE(settings.list().back().note.starts_with("unknown")) << key;
   }
 }
 
-TEST(Settings, FindsEnvironmentVariablesThatMeanNothing) {
+TEST(SettingSet, FindsEnvironmentVariablesThatMeanNothing) {
   EXPECT_EQ(
-      Settings::unknown_environment(
+      SettingSet::unknown_environment(
           {"PATH", "GPUMEMX_CONF", "GPUMEMX_DISABLE", "GPUMEMX_REQUIRE_GPU",
            "GPUMEMX_REQUIRE_BROWSER", "GPUMEMX_SEEDS", "GPUMEMX_OPS", "GPUMEMX_SEED",
            "GPUMEMX_ASAN_SEEDS", "GPUMEMX_ROUNDS", "GPUMEMX_FILES", "MY_GPUMEMX_X", "gpumemx_x"}),
       Words{});
-  EXPECT_EQ(
-      Settings::unknown_environment({"GPUMEMX_CONFIG", "HOME", "GPUMEMX_CAP", "GPUMEMX_DISABLED"}),
-      (Words{"environment variable GPUMEMX_CONFIG means nothing to gpumemx; the nearest name "
-             "is GPUMEMX_CONF",
-             "environment variable GPUMEMX_CAP means nothing to gpumemx; write "
-             "GPUMEMX_CONF=cap:none (that is its default)",
-             "environment variable GPUMEMX_DISABLED means nothing to gpumemx; the nearest "
-             "name is GPUMEMX_DISABLE"}));
+  EXPECT_EQ(SettingSet::unknown_environment(
+                {"GPUMEMX_CONFIG", "HOME", "GPUMEMX_CAP", "GPUMEMX_DISABLED"}),
+            (Words{"environment variable GPUMEMX_CONFIG means nothing to gpumemx; the nearest name "
+                   "is GPUMEMX_CONF",
+                   "environment variable GPUMEMX_CAP means nothing to gpumemx; write "
+                   "GPUMEMX_CONF=cap:none (that is its default)",
+                   "environment variable GPUMEMX_DISABLED means nothing to gpumemx; the nearest "
+                   "name is GPUMEMX_DISABLE"}));
 }
 
-TEST(Settings, FindsTheNearestKey) {
+TEST(SettingSet, FindsTheNearestKey) {
   const Case cases[] = {
       {"slak", "slack"},
       {"salck", "slack"},
@@ -420,7 +420,7 @@ TEST(Settings, FindsTheNearestKey) {
       {"hitwaste", "hit_waste"},
       {"", "cap"},
   };
-  for (const Case& c : cases) EXPECT_EQ(Settings::nearest(c.text), c.outcome) << c.text;
+  for (const Case& c : cases) EXPECT_EQ(SettingSet::nearest(c.text), c.outcome) << c.text;
 }
 
 TEST(SplitConf, KeepsBracketListsWhole) {

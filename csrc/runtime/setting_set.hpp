@@ -31,7 +31,7 @@ struct ConfPair {
 // brackets does not end a value: "roundup_power2_divisions:[256:1,>:4]" is one pair.
 std::vector<ConfPair> split_conf(std::string_view text);
 
-class Settings {
+class SettingSet {
  public:
   static constexpr std::string_view kTorchPrefix = "gpumemx_";
   static constexpr std::string_view kDefaultSource = "default";
@@ -54,7 +54,7 @@ class Settings {
 
   // The core's defaults, with a background thread.
   static Options defaults();
-  Settings();
+  SettingSet();
 
   // --- each returns the first mistake in words, or nothing
   std::optional<std::string> apply(std::string_view text, std::string_view source);
@@ -65,7 +65,7 @@ class Settings {
   // Several at once, so that their order does not matter to limits that belong together.
   std::optional<std::string> set_all(const std::vector<ConfPair>& pairs, std::string_view source);
   // Puts what `higher` has that is not a default over this, each with its source, all at once.
-  std::optional<std::string> overlay(const Settings& higher);
+  std::optional<std::string> overlay(const SettingSet& higher);
 
   // What PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF of the environment say: our keys are applied,
   // torch's are noted.
