@@ -60,12 +60,15 @@ struct Policy {
   // that.
   Bytes hit_waste() const {
     if (tight()) return std::min(options.hit_waste, options.tight_hit_waste);
-    const auto left = [&](Bytes limit) { return limit > reserved ? limit - reserved : Bytes{}; };
+    const Bytes extra = spare();
+    const Bytes limit = std::min(capacity, peak_live + extra);  // the budget
     // Where driver calls cost more than memory, so does the search for a place.
-    const Bytes usual = options.hit_waste * (spare() > Bytes{} ? 2 : 1);
+    const Bytes usual = options.hit_waste * (extra > Bytes{} ? 2 : 1);
+    if (reserved >= limit + kWholeHandle * 2) return usual;
     // The part of a handle that a lone block does not need is nobody's loss.
-    const Bytes lone = std::min(left(budget() + kWholeHandle * 2), kWholeHandle);
-    return std::max({usual, lone, std::min(left(budget()), spare())});
+    const Bytes lone = std::min(limit + kWholeHandle * 2 - reserved, kWholeHandle);
+    const Bytes left = limit > reserved ? limit - reserved : Bytes{};
+    return std::max({usual, lone, std::min(left, extra)});
   }
 
   // A place that only dormant aliases make ready may waste half of that before others are looked at.
