@@ -97,6 +97,12 @@ class Heap {
   void exchange(const std::vector<Mapping*>& old, const std::vector<Handle*>& fresh,
                 AddrRange range);
 
+  // Bytes that misses have created for this heap since one of them last used memory again.
+  Bytes streak() const { return streak_; }
+  void note_miss(Bytes created, bool used_again) {
+    streak_ = used_again ? Bytes{} : streak_ + created;
+  }
+
   // A dormant alias becomes its handle's home again. REQUIRES: the handle is idle.
   void make_home(Mapping* alias);
   // The handle stands nowhere; where it stood is kVoid and a dormant alias. REQUIRES: idle, has a
@@ -141,7 +147,8 @@ class Heap {
   Books& books_;
   FreeIndex free_;
   std::vector<Region*> regions_;  // the last one has the open end
-  Bytes addresses_;               // sum of the regions
+  Bytes streak_;
+  Bytes addresses_;  // sum of the regions
 };
 
 }  // namespace gpumemx

@@ -112,6 +112,7 @@ DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes r
     if (!has_addresses && heap.regions().empty()) break;
     Policy now = policy(requested);
     now.capacity = std::min(now.capacity, limit);
+    now.streak = heap.streak();
     bool carried_out = false;
     // In the end every place is tried: the fresh addresses of the open end always serve.
     const auto tries =
@@ -240,14 +241,18 @@ DeviceAllocator::Served DeviceAllocator::execute(const MissPlan& plan) {
       books_.handles.loose().push(victims[i]);
     }
   }
+  Bytes created;
+  bool used_again = !plan.switches.empty();
   for (const PieceWork& w : work) {
     Handle* handle = w.piece.handle;
+    used_again = used_again || handle != nullptr || w.piece.victim != nullptr;
     if (w.created != HandleId{}) {
       handle = books_.handles.add(w.created, w.piece.pages);
       handle->small = is_small(heap.kind());
       books_.stats.reserved_bytes.add(handle->small, handle->size().n);
       ++books_.stats.num_device_alloc;
       ++paths.created;
+      created += handle->size();
     }
     if (handle == nullptr) continue;  // not even created
     if (w.mapped) {
@@ -259,6 +264,7 @@ DeviceAllocator::Served DeviceAllocator::execute(const MissPlan& plan) {
       if (w.stuck) unmaps.push_back({w.piece.at, handle, filling->region, {}});
     }
   }
+  heap.note_miss(created, used_again);
   if (error) {
     ++paths.rollbacks;
     heap.cancel_fill(filling);

@@ -140,6 +140,10 @@ bool MissPlanner::fill_gap(std::uint64_t gap, std::uint64_t room, Piece& piece) 
       piece.pages = Policy::pages(round_down(capacity - reserved_, kPage));
     }
   }
+  // A whole handle, not one cut to the gap: while a program grows, the next block goes on there.
+  if (piece.pages == cut && wanted - cut <= policy_->ahead_pages(kind_) && fits(wanted, capacity)) {
+    piece.pages = wanted;
+  }
   reserved_ += kPage * piece.pages;
   return true;
 }

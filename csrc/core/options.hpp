@@ -27,7 +27,7 @@ struct Options {
 
   // --- hits: free memory that is ready
   int hit_scan = 16;          // entries of the size bins looked at, 1 or more
-  Bytes hit_waste{4u << 20};  // idle bytes beyond the block's own that a hit may make busy
+  Bytes hit_waste{2u << 20};  // idle bytes beyond the block's own that a hit may make busy
 
   // --- misses: where a place is made ready
   int miss_runs = 32;        // free runs looked at, the smallest that fit

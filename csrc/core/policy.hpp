@@ -18,12 +18,16 @@ inline constexpr double kMapCost = 29.0 / 47;
 inline constexpr double kRepointCost = 18.0 / 47;
 inline constexpr double kSwitchCost = 1.0 / 47;
 
+// The handle that most heaps begin with.
+inline constexpr Bytes kWholeHandle{8u << 20};
+
 struct Policy {
   const Options& options;
   Bytes reserved;   // now
   Bytes peak_live;  // bytes asked for, at most, since the start or since the cache was emptied
   Bytes capacity;   // what this process may reach at all: the cap, or the device
   bool has_settled = true;  // the peak has hardly grown for a while (allocator.cpp, note_peak())
+  Bytes streak{};  // what the request's heap has grown by since a miss of it last used memory again
 
   bool tight() const {
     return static_cast<double>(reserved.n) >= options.tight_from * static_cast<double>(capacity.n);
@@ -56,31 +60,68 @@ struct Policy {
   // that.
   Bytes hit_waste() const {
     if (tight()) return std::min(options.hit_waste, options.tight_hit_waste);
-    const Bytes left = budget() > reserved ? budget() - reserved : Bytes{};
-    return std::max(options.hit_waste, std::min(left, spare()));
+    const Bytes extra = spare();
+    const Bytes limit = std::min(capacity, peak_live + extra);  // the budget
+    // Where driver calls cost more than memory, so does the search for a place.
+    const Bytes usual = options.hit_waste * (extra > Bytes{} ? 2 : 1);
+    if (reserved >= limit + kWholeHandle * 2) return usual;
+    // The part of a handle that a lone block does not need is nobody's loss.
+    const Bytes lone = std::min(limit + kWholeHandle * 2 - reserved, kWholeHandle);
+    const Bytes left = limit > reserved ? limit - reserved : Bytes{};
+    return std::max({usual, lone, std::min(left, extra)});
   }
 
   // A place that only dormant aliases make ready may waste half of that before others are looked at.
   Bytes switch_waste() const { return tight() ? Bytes{} : Bytes{hit_waste().n / 2}; }
 
-  // Pages of the handle to create for a gap of `gap` pages under a block of `block` bytes.
+  // The usual size of a new handle under a block of `block` bytes.
+  Bytes handle_size(HeapKind kind, Bytes block) const {
+    if (is_small(kind)) return options.small_handle;
+    const bool large = fills_pages(kind);
+    const Bytes least = large ? options.big_handle : options.rest_handle;
+    const Bytes most = large ? options.big_handle_max : options.rest_handle_max;
+    // Page blocks cover their handles whole, so theirs need not be of few sizes.
+    const Bytes quarter{block.n / 4};
+    Bytes size = kind == HeapKind::kPages ? round_down(quarter, kPage) : pow2_pages_below(quarter);
+    size = std::clamp(size, least, std::max(least, std::min(most, most_for_capacity())));
+    return tight() ? std::min(size, options.tight_handle) : size;
+  }
+
+  // Pages of the handle to create for a gap of `gap` pages under a block of `block` bytes. May be more
+  // than the gap where free addresses follow: the next block goes on there.
   std::uint32_t handle_pages(HeapKind kind, std::uint64_t gap, Bytes block) const {
-    if (is_small(kind)) return pages(options.small_handle);
-    Bytes size;
-    if (fills_pages(kind)) {
-      size =
-          std::clamp(pow2_pages_below({block.n / 4}), options.big_handle, options.big_handle_max);
-    } else {
-      size =
-          std::clamp(pow2_pages_below({block.n / 4}), options.rest_handle, options.rest_handle_max);
-    }
-    if (tight()) size = std::min(size, options.tight_handle);
-    const std::uint32_t n = pages(size);
-    if (!fills_pages(kind)) return n;
-    return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(gap, 1, n));
+    const std::uint32_t n = pages(handle_size(kind, block));
+    if (kind != HeapKind::kPages) return n;
+    return std::max(static_cast<std::uint32_t>(std::clamp<std::uint64_t>(gap, 1, n)),
+                    streak_pages(block));
+  }
+
+  // How many pages a handle may go beyond its gap where reserved memory goes beyond the budget.
+  std::uint32_t ahead_pages(HeapKind kind) const {
+    if (tight()) return 0;
+    return kind == HeapKind::kPages ? 15 : 3;
   }
 
   static std::uint32_t pages(Bytes size) { return static_cast<std::uint32_t>(size.n / kPage.n); }
+
+ private:
+  // Large handles that were laid out while there was room stand in the way when it gets narrow.
+  Bytes most_for_capacity() const {
+    constexpr std::uint64_t kHandles = 1024;
+    return pow2_pages_below({capacity.n / kHandles});
+  }
+
+  // Page blocks that come one after the other with nothing freed between them (the weights of a model)
+  // share handles: up to four of them, a 16th of what the streak has laid out.
+  std::uint32_t streak_pages(Bytes block) const {
+    constexpr Bytes kMost{32u << 20};
+    constexpr std::uint64_t kBlocks = 4;
+    constexpr std::uint64_t kShare = 16;
+    if (tight() || block > kMost) return 0;
+    const Bytes share{streak < kPage ? 0 : pow2_pages_below(streak).n / kShare};
+    const Bytes most = std::max(options.big_handle, most_for_capacity());
+    return pages(std::min({kMost, block * kBlocks, share, most}));
+  }
 };
 
 }  // namespace gpumemx

@@ -10,7 +10,7 @@ namespace {
 
 class HandlesTest : public AllocatorTest {
  protected:
-  HandlesTest() : AllocatorTest(device_of(4_GiB)) {}
+  HandlesTest() : AllocatorTest(device_of(16_GiB)) {}
   // 64 MiB in one heap, then in another, by turns: without slack the same memory has to move.
   static constexpr Bytes kPagesBlock = 64_MiB;          // the heap of whole pages
   static constexpr Bytes kBigBlock = 64_MiB - 512_KiB;  // the heap of big blocks

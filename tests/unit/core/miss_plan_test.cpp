@@ -183,9 +183,36 @@ TEST_F(MissPlanTest, BeyondTheBudgetMemoryIsCreatedOnlyWhenAllowed) {
   EXPECT_EQ(pages(*p), (std::vector<std::uint32_t>{4}));
 }
 
-TEST_F(MissPlanTest, BeyondTheBudgetNothingIsCreatedBeyondTheBlock) {
-  const auto p = plan(heap(HeapKind::kRest), 3_MiB, true);  // its handles are of 4 pages
-  EXPECT_EQ(pages(*p), (std::vector<std::uint32_t>{2}));
+TEST_F(MissPlanTest, BeyondTheBudgetAWholeHandleIsCreatedWhereTheNextBlockCanGoOn) {
+  Heap& h = heap(HeapKind::kRest);  // its handles are of 4 pages
+  const auto p = plan(h, 3_MiB, /*may_exceed_budget=*/true);
+  ASSERT_TRUE(p.has_value());
+  EXPECT_EQ(pages(*p), (std::vector<std::uint32_t>{4}));
+  EXPECT_EQ(p->fill_end, p->fill_begin + 8_MiB);
+  // Something stands behind the hole: no further than that.
+  const DeviceAddr at = p->at;
+  EXPECT_EQ(pages(*plan_at(h, at, at + 6_MiB, 3_MiB, true)), (std::vector<std::uint32_t>{3}));
+  EXPECT_EQ(pages(*plan_at(h, at, at + 4_MiB, 3_MiB, true)), (std::vector<std::uint32_t>{2}));
+}
+
+TEST_F(MissPlanTest, BeyondTheBudgetNoHandleGoesFarBeyondTheBlock) {
+  // A handle of 8 pages would stand out by more than the 3 that are allowed.
+  EXPECT_EQ(pages(*plan(heap(HeapKind::kBig), 66_MiB, true)),
+            (std::vector<std::uint32_t>{8, 8, 8, 8, 1}));
+  EXPECT_EQ(pages(*plan(heap(HeapKind::kBig), 74_MiB, true)),
+            (std::vector<std::uint32_t>{8, 8, 8, 8, 8}));
+}
+
+TEST_F(MissPlanTest, NearTheCapacityNothingIsCreatedBeyondTheBlock) {
+  policy_.reserved = 80_GiB;
+  EXPECT_EQ(pages(*plan(heap(HeapKind::kRest), 1_MiB, true)), (std::vector<std::uint32_t>{1}));
+}
+
+TEST_F(MissPlanTest, PageBlocksInAStreakShareAHandle) {
+  policy_.streak = 512_MiB;
+  EXPECT_EQ(pages(*plan(heap(HeapKind::kPages), 8_MiB, true)), (std::vector<std::uint32_t>{16}));
+  policy_.peak_live = 1_GiB + 8_MiB;  // the block itself, but not the handle, is within the budget
+  EXPECT_EQ(pages(*plan(heap(HeapKind::kPages), 8_MiB, true)), (std::vector<std::uint32_t>{16}));
 }
 
 TEST_F(MissPlanTest, TheCapacityIsNeverPassed) {

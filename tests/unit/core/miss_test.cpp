@@ -15,7 +15,12 @@ class MissTest : public AllocatorTest {
   const StreamInfo b_ = new_stream();
 };
 
-TEST_F(MissTest, ANewBlockTakesAQuarterOfItsSizeInHandles) {
+class LargeDeviceTest : public AllocatorTest {
+ protected:
+  LargeDeviceTest() : AllocatorTest(device_of(128_GiB)) {}
+};
+
+TEST_F(LargeDeviceTest, ANewBlockTakesAQuarterOfItsSizeInHandles) {
   alloc(256_MiB);
   EXPECT_EQ(paths().created, 4u);
   EXPECT_EQ(reserved(), 256_MiB);
@@ -24,6 +29,34 @@ TEST_F(MissTest, ANewBlockTakesAQuarterOfItsSizeInHandles) {
   EXPECT_EQ(calls(DriverCall::kCreate), 4u);
   EXPECT_EQ(calls(DriverCall::kMap), 4u);
   EXPECT_EQ(calls(DriverCall::kSetAccess), 4u);
+}
+
+TEST_F(MissTest, OnASmallDeviceHandlesAreSmall) {
+  alloc(256_MiB);
+  EXPECT_EQ(paths().created, 32u);
+}
+
+TEST_F(LargeDeviceTest, WeightsThatAreLaidOutOneAfterTheOtherShareHandles) {
+  alloc_many(32, 8_MiB);
+  EXPECT_EQ(paths().created, 32u);
+  alloc_many(4, 8_MiB);  // 256 MiB in a row: two in a handle from here on
+  EXPECT_EQ(paths().created, 34u);
+  EXPECT_EQ(reserved(), 288_MiB);
+  alloc_many(30, 8_MiB);  // from 512 MiB on four
+  EXPECT_EQ(paths().created, 34u + 14u + 1u);
+  EXPECT_EQ(reserved(), 544_MiB);
+}
+
+TEST_F(LargeDeviceTest, AStreakEndsWhereMemoryIsUsedAgain) {
+  const auto blocks = alloc_many(32, 8_MiB);
+  free(alloc(9_MiB));
+  alloc(8_MiB);  // takes what the larger one had
+  EXPECT_EQ(paths().harvested_own, 1u);
+  alloc(8_MiB);
+  EXPECT_EQ(reserved(), 272_MiB);
+  alloc(8_MiB);  // a new streak: a handle of its own
+  EXPECT_EQ(reserved(), 280_MiB);
+  free(blocks);
 }
 
 TEST_F(MissTest, AHoleBetweenLiveBlocksIsFilledAgain) {

@@ -48,9 +48,18 @@ TEST_F(PolicyTest, AHitMayWasteWhatCouldBeGrownForNothing) {
   options_.cushion_until = 6_GiB;
   EXPECT_EQ((Policy{options_, 2_GiB, 2_GiB, 100_GiB}.hit_waste()), 512_MiB);
   EXPECT_EQ((Policy{options_, 2_GiB + 500_MiB, 2_GiB, 100_GiB}.hit_waste()), 12_MiB);
-  EXPECT_EQ((Policy{options_, 3_GiB, 2_GiB, 100_GiB}.hit_waste()), 4_MiB);
-  // A program that has not grown yet may not waste what it will need.
-  EXPECT_EQ((Policy{options_, 1_GiB, 8_GiB, 100_GiB}.hit_waste()), 4_MiB);
+  EXPECT_EQ((Policy{options_, 3_GiB, 2_GiB, 100_GiB}.hit_waste()), 4_MiB);  // twice the usual
+  // A program that has not grown yet may not waste what it will need, but for one handle.
+  EXPECT_EQ((Policy{options_, 1_GiB, 8_GiB, 100_GiB}.hit_waste()), 8_MiB);
+}
+
+TEST_F(PolicyTest, ALoneBlockMayWasteTheRestOfItsHandle) {
+  const auto waste = [&](Bytes reserved) {
+    return Policy{options_, reserved, 8_GiB, 100_GiB}.hit_waste();
+  };
+  EXPECT_EQ(waste(8_GiB + 8_MiB), 8_MiB);
+  EXPECT_EQ(waste(8_GiB + 11_MiB), 5_MiB);
+  EXPECT_EQ(waste(8_GiB + 15_MiB), 2_MiB);
 }
 
 TEST_F(PolicyTest, MemoryIsWorthMoreThanDriverTimeWhenItIsTight) {
@@ -65,7 +74,7 @@ TEST_F(PolicyTest, MemoryIsWorthMoreThanDriverTimeWhenItIsTight) {
 }
 
 TEST_F(PolicyTest, AHitMayWasteLessWhenItIsTight) {
-  EXPECT_EQ(roomy().hit_waste(), 4_MiB);
+  EXPECT_EQ(roomy().hit_waste(), 2_MiB);
   EXPECT_EQ(tight().hit_waste(), 1_MiB);
   options_.hit_waste = 512_KiB;
   EXPECT_EQ(tight().hit_waste(), 512_KiB);
@@ -86,10 +95,61 @@ TEST_F(PolicyTest, AHandleIsAQuarterOfTheBlockWithinItsHeapsBounds) {
   EXPECT_EQ(roomy().handle_pages(HeapKind::kPages, kEndless, 2_GiB), 32u);  // at most 64 MiB
 }
 
-TEST_F(PolicyTest, HeapsThatFillTheirPagesTakeNoMoreThanTheGap) {
+TEST_F(PolicyTest, PageBlocksNeedNoPowersOfTwo) {
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kPages, kEndless, 98_MiB), 12u);  // 24.5 -> 24 MiB
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kBig, kEndless, 98_MiB), 8u);     // 24.5 -> 16 MiB
+}
+
+TEST_F(PolicyTest, OnlyHandlesOfPageBlocksAreCutToTheGap) {
   EXPECT_EQ(roomy().handle_pages(HeapKind::kPages, 3, 16_MiB), 3u);
   EXPECT_EQ(roomy().handle_pages(HeapKind::kPages, 0, 16_MiB), 1u);
+  EXPECT_EQ(roomy().handle_pages(HeapKind::kBig, 1, 33_MiB), 4u);
   EXPECT_EQ(roomy().handle_pages(HeapKind::kRest, 1, 3_MiB), 4u);
+}
+
+TEST_F(PolicyTest, AHandleIsAtMostAThousandthOfTheCapacity) {
+  const auto pages = [&](HeapKind kind, Bytes capacity) {
+    return Policy{options_, 1_GiB, 1_GiB, capacity}.handle_pages(kind, kEndless, 1_GiB);
+  };
+  EXPECT_EQ(pages(HeapKind::kBig, 64_GiB), 32u);
+  EXPECT_EQ(pages(HeapKind::kBig, 64_GiB - 1_B), 16u);
+  EXPECT_EQ(pages(HeapKind::kPages, 24_GiB), 8u);
+  EXPECT_EQ(pages(HeapKind::kRest, 24_GiB), 8u);
+  EXPECT_EQ(pages(HeapKind::kRest, 4_GiB), 4u);  // not below the least of the heap
+  EXPECT_EQ(pages(HeapKind::kBig, 4_GiB), 4u);
+}
+
+TEST_F(PolicyTest, PageBlocksInAStreakShareHandles) {
+  const auto pages = [&](Bytes streak, Bytes block) {
+    Policy policy = roomy();
+    policy.streak = streak;
+    return policy.handle_pages(HeapKind::kPages, block.n / kPage.n, block);
+  };
+  EXPECT_EQ(pages(0_B, 8_MiB), 4u);
+  EXPECT_EQ(pages(256_MiB - 2_MiB, 8_MiB), 4u);  // a 16th of 128 MiB is no more than the usual
+  EXPECT_EQ(pages(256_MiB, 8_MiB), 8u);
+  EXPECT_EQ(pages(512_MiB, 8_MiB), 16u);
+  EXPECT_EQ(pages(64_GiB, 8_MiB), 16u);   // at most 32 MiB
+  EXPECT_EQ(pages(64_GiB, 2_MiB), 4u);    // at most four blocks
+  EXPECT_EQ(pages(64_GiB, 32_MiB), 16u);  // up to here blocks count as many small ones
+  EXPECT_EQ(pages(64_GiB, 34_MiB), 4u);
+
+  Policy other = roomy();
+  other.streak = 64_GiB;
+  EXPECT_EQ(other.handle_pages(HeapKind::kRest, 1, 8_MiB), 4u);
+  other.capacity = 16_GiB;
+  other.reserved = 1_GiB;
+  EXPECT_EQ(other.handle_pages(HeapKind::kPages, 4, 8_MiB), 8u);  // at most a 1,024th of that
+  other.reserved = 15_GiB;
+  EXPECT_EQ(other.handle_pages(HeapKind::kPages, 4, 8_MiB), 2u);  // tight
+}
+
+TEST_F(PolicyTest, BeyondTheBudgetAHandleMayBeAheadOfItsGapALittle) {
+  EXPECT_EQ(roomy().ahead_pages(HeapKind::kRest), 3u);
+  EXPECT_EQ(roomy().ahead_pages(HeapKind::kBig), 3u);
+  EXPECT_EQ(roomy().ahead_pages(HeapKind::kPages), 15u);
+  EXPECT_EQ(tight().ahead_pages(HeapKind::kRest), 0u);
+  EXPECT_EQ(tight().ahead_pages(HeapKind::kPages), 0u);
 }
 
 TEST_F(PolicyTest, HandlesAreSmallWhenMemoryIsTight) {

@@ -89,7 +89,7 @@ TEST(UniformPlan, LeavesHandlesOfOthersAloneWhereItCan) {
 
 class SharingTest : public AllocatorTest {
  protected:
-  SharingTest() : AllocatorTest(device_of(4_GiB)) {}
+  SharingTest() : AllocatorTest(device_of(64_GiB)) {}
 
   // Every MiB of a block with a tag of its own.
   void fill(DeviceAddr at, Bytes size, std::uint64_t tag) {

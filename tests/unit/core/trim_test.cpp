@@ -12,7 +12,7 @@ Bytes sum(const TrimReport& r) {
 
 class TrimTest : public AllocatorTest {
  protected:
-  TrimTest() : AllocatorTest(device_of(4_GiB)) {}
+  TrimTest() : AllocatorTest(device_of(16_GiB)) {}
   // The sum is checked every time.
   TrimReport trim(const TrimRequest& request) {
     const Bytes before = reserved();

@@ -31,7 +31,7 @@ class BackgroundThreadTest : public ::testing::Test {
   }
   static SimOptions device() {
     SimOptions options;
-    options.capacity = 8_GiB;
+    options.capacity = 16_GiB;
     return options;
   }
   static Options options() {

@@ -261,7 +261,7 @@ TEST(SettingSet, ListsDefaultsThatCanBeGivenBack) {
   const SettingSet settings;
   EXPECT_EQ(entry(settings, "cap").value, "none");
   EXPECT_EQ(entry(settings, "mode").value, "virtual");
-  EXPECT_EQ(entry(settings, "hit_waste").value, "4MiB");
+  EXPECT_EQ(entry(settings, "hit_waste").value, "2MiB");
   EXPECT_EQ(entry(settings, "tight_from").value, "0.7");
   EXPECT_EQ(
       entry(settings, "slack").note,
