@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from gpumemx._analyze import Analysis, analyze
     from gpumemx._replay import CardVerdict, ReplayResult, replay
     from gpumemx.allocator import Setting, install_allocator, is_installed, settings
+    from gpumemx.oom import OomHolder, OomReport, dump_on_oom, last_oom
+    from gpumemx.pressure import MemoryPressure, PressureCallback, on_memory_pressure
     from gpumemx.recovery import Recovered, Retry, oom_guard, recover, retry_on_oom
     from gpumemx.summary import MemoryInfo, Released, clear_cache, memory_info, memory_summary
     from gpumemx.trace import Trace, load_trace
@@ -46,6 +48,13 @@ __all__ = [  # noqa: RUF022  # in the order of the README
     "memory_summary",
     "clear_cache",
     "Released",
+    "last_oom",
+    "OomReport",
+    "OomHolder",
+    "dump_on_oom",
+    "on_memory_pressure",
+    "MemoryPressure",
+    "PressureCallback",
     "recover",
     "Recovered",
     "oom_guard",
@@ -80,6 +89,13 @@ _MODULES = {
     "memory_summary": "gpumemx.summary",
     "clear_cache": "gpumemx.summary",
     "Released": "gpumemx.summary",
+    "last_oom": "gpumemx.oom",
+    "OomReport": "gpumemx.oom",
+    "OomHolder": "gpumemx.oom",
+    "dump_on_oom": "gpumemx.oom",
+    "on_memory_pressure": "gpumemx.pressure",
+    "MemoryPressure": "gpumemx.pressure",
+    "PressureCallback": "gpumemx.pressure",
     "recover": "gpumemx.recovery",
     "Recovered": "gpumemx.recovery",
     "oom_guard": "gpumemx.recovery",
@@ -109,5 +125,7 @@ def __dir__() -> list[str]:
 
 if "torch" in sys.modules:
     from gpumemx.allocator import watch_cuda_start
+    from gpumemx.oom import attach
 
     watch_cuda_start()
+    attach(sys.modules["torch"])

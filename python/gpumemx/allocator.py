@@ -7,7 +7,7 @@ import sys
 import traceback
 from dataclasses import asdict, dataclass
 
-from gpumemx import _adapter
+from gpumemx import _adapter, pressure
 from gpumemx.errors import InstallError, SettingError
 
 _log = logging.getLogger("gpumemx")
@@ -86,6 +86,7 @@ def install_allocator(*, late: bool = False, **settings: str | int | float | boo
         _check_same(
             adapter, {key.strip().lower(): wanted[key.strip().lower()] for key in arguments}
         )
+        pressure.connect(adapter)
         return
     if adapter.cuda_started() and not late:
         raise InstallError(_too_late())
@@ -95,6 +96,7 @@ def install_allocator(*, late: bool = False, **settings: str | int | float | boo
         raise SettingError(str(error)) from None
     except RuntimeError as error:
         raise InstallError(f"gpumemx cannot be installed: {error}") from None
+    pressure.connect(adapter)
 
 
 def is_installed() -> bool:
