@@ -269,6 +269,7 @@ def dump_on_oom(folder: "str | os.PathLike[str] | None", *, most: int = 3) -> No
     --------
     >>> import gpumemx
     >>> gpumemx.dump_on_oom("snapshots", most=1)  # doctest: +SKIP
+    >>> gpumemx.dump_on_oom(None)
     """
     global _dumps
     if most < 1:
