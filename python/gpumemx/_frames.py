@@ -11,6 +11,7 @@ the error as readable as before.
 generators and coroutines, which somebody may resume. Imports no torch.
 """
 
+import dis
 import gc
 import sys
 import types
@@ -192,10 +193,15 @@ def _running() -> set[types.FrameType]:
 
 def _suspended(frames: Iterable[types.FrameType]) -> set[types.FrameType]:
     """Return those that a generator or coroutine would go on in. Clearing them would close it."""
-    asked = {frame.f_code: frame for frame in frames if frame.f_code.co_flags & _RESUMABLE}
-    if not asked:
+    frames = [frame for frame in frames if frame.f_code.co_flags & _RESUMABLE]
+    if not frames:
         return set()
+    asked = {frame.f_code for frame in frames}
     found: set[types.FrameType] = set()
+    if gc.get_freeze_count() and sys.version_info < (3, 13):
+        # What is frozen cannot be found below. It stands at a yield or an await, as a call that
+        # failed only does if the error was thrown into it. From 3.13 on clear() refuses.
+        found.update(frame for frame in frames if _opcode(frame) in _AT_A_YIELD)
     names = {
         types.GeneratorType: ("gi_code", "gi_frame"),
         types.CoroutineType: ("cr_code", "cr_frame"),
@@ -207,6 +213,13 @@ def _suspended(frames: Iterable[types.FrameType]) -> set[types.FrameType]:
             if frame is not None:
                 found.add(frame)
     return found
+
+
+_AT_A_YIELD = ("YIELD_VALUE", "YIELD_FROM", "SEND", "RESUME")
+
+
+def _opcode(frame: types.FrameType) -> str:
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else ""
 
 
 # --- what they hold

@@ -127,6 +127,44 @@ def test_nonsense() -> None:
     )
 
 
+def test_held_by_pools() -> None:
+    failing(
+        """
+        pool = (0, 101)
+        adapter._sim_create_pool(0, pool, None)
+        torch._C._cuda_beginAllocateCurrentThreadToPool(0, pool)
+        blocks = [alloc(2 * GIB) for _ in range(3)]
+        torch._C._cuda_endAllocateToPool(0, pool)
+        for block in blocks: free(block)
+        r = fails(4 * GIB).report
+        adds_up(r)
+        assert (r.cause, r.live, r.in_private_pools) == ("held by pools", 0, 6 * GIB), r
+        assert r.held == 6 * GIB and r.free == 2 * GIB, r
+        assert r.advice == "CUDA graphs that never run at the same time can share one pool."
+        """
+    )
+
+
+def test_during_a_capture() -> None:
+    failing(
+        """
+        # In plain mode making room means to free, which a capture does not allow.
+        free(alloc(6 * GIB))
+        stream, graph = adapter._sim_new_stream(0), (7, 0)
+        adapter._sim_begin_capture(0, graph, [stream])
+        try:
+            adapter._sim_alloc_on(0, 4 * GIB, stream)
+            raise AssertionError
+        except torch.OutOfMemoryError as error:
+            r = error.report
+        assert r.cause == "during a capture", r
+        assert r.advice == "Run the work once before it is captured, so that its memory is there."
+        adds_up(r)
+        """,
+        PYTORCH_ALLOC_CONF="gpumemx_mode:plain",
+    )
+
+
 def test_fragmented_in_plain_mode_has_advice_and_in_virtual_mode_passes() -> None:
     text = """
         blocks = [alloc(512 * MIB) for _ in range(16)]
