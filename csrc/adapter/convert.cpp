@@ -145,16 +145,17 @@ std::string text_of(const void* address) {
   return text.data();
 }
 
-std::string out_of_memory_text(c10::DeviceIndex device, const OomVerdict& v) {
+std::string out_of_memory_text(const OomReport& report) {
+  const OomVerdict& v = report.verdict;
   if (v.rejected) {
     return "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
            "per_process_memory_fraction limit. Requested size: " +
-           torch_size(v.requested) + " (GPU " + std::to_string(static_cast<int>(device)) + ", " +
+           torch_size(v.requested) + " (GPU " + std::to_string(report.device) + ", " +
            torch_size(v.reserved) + " reserved of " + torch_size(v.cap) +
-           " allowed). Set throw_on_cudamalloc_oom:false to disable. [gpumemx] " + v.text();
+           " allowed). Set throw_on_cudamalloc_oom:false to disable. [gpumemx] " + report.text();
   }
   std::string text = "CUDA out of memory. Tried to allocate " + torch_size(v.requested) + ". GPU " +
-                     std::to_string(static_cast<int>(device));
+                     std::to_string(report.device);
   if (v.device_known) {
     text += " has a total capacity of " + torch_size(v.device_total) + " of which " +
             torch_size(v.device_free) + " is free.";
@@ -170,7 +171,7 @@ std::string out_of_memory_text(c10::DeviceIndex device, const OomVerdict& v) {
   }
   text += "and " + torch_size(v.reserved - v.live - v.pending) +
           " is reserved by PyTorch but unallocated. [gpumemx] ";
-  return text + v.text();
+  return text + report.text();
 }
 
 }  // namespace gpumemx::adapter

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/allocator.hpp"
+#include "monitor/oom_report.hpp"
 
 namespace gpumemx::adapter {
 
@@ -24,11 +25,11 @@ std::vector<c10::cuda::CUDACachingAllocator::SegmentInfo> to_torch(c10::DeviceIn
 // torch's settings, for its snapshots: gpumemx.settings() tells which of them have work left.
 c10::cuda::CUDACachingAllocator::AllocatorConfigInfo torch_settings();
 
-// torch's own first sentences, which tools match, then why.
 // An address for a message. Not by operator<<: where libstdc++ is linked in a second time (seen on one
 // machine), streams that print pointers call a function that is not there.
 std::string text_of(const void* address);
 
-std::string out_of_memory_text(c10::DeviceIndex device, const OomVerdict& verdict);
+// torch's own first sentences, which tools match, then why.
+std::string out_of_memory_text(const OomReport& report);
 
 }  // namespace gpumemx::adapter

@@ -12,9 +12,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <cstdlib>
 
 #include "adapter/convert.hpp"
+#include "adapter/install.hpp"
 #include "base/version.hpp"
 
 namespace gpumemx::adapter {
@@ -317,6 +319,42 @@ bool TorchAllocator::on_pressure(const PressureInfo& info) {
   return freed;
 }
 
+namespace {
+
+// Who set the cap that is in force, in words; empty for nobody.
+std::string cap_source(double fraction) {
+  if (fraction < 1) {
+    std::array<char, 64> text{};
+    std::snprintf(text.data(), text.size(), "torch's memory fraction of %.3g for this process",
+                  fraction);
+    return text.data();
+  }
+  for (const SettingSet::Entry& setting : settings_in_force()) {
+    if (setting.key == "cap" && setting.source != SettingSet::kDefaultSource) {
+      return "cap:" + setting.value + " in " + setting.source;
+    }
+  }
+  return "";
+}
+
+}  // namespace
+
+void TorchAllocator::raise_with_report(c10::DeviceIndex device, const OomVerdict& v) {
+  OomReport report;
+  report.device = device;
+  report.verdict = v;
+  // In a forked child no lock may be taken: who holds it may not be there.
+  if (v.cause != OomCause::kShuttingDown) {
+    const gpumemx::DeviceAllocator& allocator = core(device);
+    report.is_plain = allocator.options().plain;
+    report.cap_source = cap_source(devices_.fraction(device));
+    if (history_.recording()) report.holders = largest_holders(allocator.layout());
+    report = *oom_reports_.add(std::move(report));
+  }
+  TORCH_CHECK_WITH(OutOfMemoryError, false, out_of_memory_text(report));
+  std::abort();  // not reached
+}
+
 void TorchAllocator::raise_out_of_memory(c10::DeviceIndex device, const OomVerdict& v) {
   const c10::Device where(c10::kCUDA, device);
   c10::reportOutOfMemoryToProfiler(static_cast<std::int64_t>(v.block.n), v.live.n, v.reserved.n,
@@ -329,8 +367,7 @@ void TorchAllocator::raise_out_of_memory(c10::DeviceIndex device, const OomVerdi
   for (const auto& observer : observers) {
     observer(device, v.block.n, std::min(v.cap, v.device_total).n, v.device_free.n);
   }
-  TORCH_CHECK_WITH(OutOfMemoryError, false, out_of_memory_text(device, v));
-  std::abort();  // not reached
+  raise_with_report(device, v);
 }
 
 void TorchAllocator::attachOutOfMemoryObserver(torch_alloc::OutOfMemoryObserver observer) {
@@ -352,8 +389,7 @@ void TorchAllocator::raise_rejection(c10::DeviceIndex device, const OomVerdict& 
       LOG(ERROR) << "gpumemx: an observer of rejected allocations failed: " << error.what();
     }
   }
-  TORCH_CHECK_WITH(OutOfMemoryError, false, out_of_memory_text(device, v));
-  std::abort();  // not reached
+  raise_with_report(device, v);
 }
 
 void TorchAllocator::attachOomRejectionObserver(RejectionObserver observer) {

@@ -25,6 +25,7 @@
 
 #include "adapter/history.hpp"
 #include "adapter/ipc.hpp"
+#include "adapter/oom_reports.hpp"
 #include "adapter/private_pools.hpp"
 #include "base/mutex.hpp"
 #include "core/observer.hpp"
@@ -127,6 +128,7 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   void annotateMemory(const void* ptr, const std::string& metadata);
 
   MemoryHistory& memory_history() { return history_; }
+  OomReports& oom_reports() { return oom_reports_; }
   void markCaptureBegin(c10::DeviceIndex device);
   void markCaptureEnd(c10::DeviceIndex device);
 
@@ -146,11 +148,13 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   auto routed(c10::DeviceIndex device, AllocRequest& request, Allocate allocate);
   [[noreturn]] void raise_out_of_memory(c10::DeviceIndex device, const OomVerdict& verdict);
   [[noreturn]] void raise_rejection(c10::DeviceIndex device, const OomVerdict& verdict);
+  [[noreturn]] void raise_with_report(c10::DeviceIndex device, const OomVerdict& verdict);
   void report(c10::DeviceIndex device, void* ptr, std::int64_t change);
   void tell_allocated(c10::DeviceIndex device, void* ptr, Bytes size);
 
   DeviceRegistry& devices_;
   MemoryHistory history_;
+  OomReports oom_reports_;
   torch_alloc::CUDAAllocator* const previous_;
   SharedMemory shared_;
   std::atomic<bool> caching_{true};

@@ -32,6 +32,13 @@ std::shared_ptr<PressureCallbacks::Entry> PressureCallbacks::add(Function functi
   return entry;
 }
 
+void PressureCallbacks::add_for_ever(Function function) {
+  auto entry = std::make_shared<Entry>(std::move(function));
+  entry->is_for_ever_ = true;
+  MutexLock lock(mu_);
+  entries_.push_back(std::move(entry));
+}
+
 void PressureCallbacks::remove(const std::shared_ptr<Entry>& entry) {
   {
     MutexLock lock(mu_);
@@ -51,7 +58,8 @@ bool PressureCallbacks::ask(int device, const PressureInfo& info) {
   is_asking = true;
   bool freed = false;
   for (const auto& entry : entries) {
-    const std::lock_guard<std::recursive_mutex> lock(entry->running_);
+    std::unique_lock<std::recursive_mutex> lock(entry->running_, std::defer_lock);
+    if (!entry->is_for_ever_) lock.lock();
     if (!entry->is_removed_) freed = call(entry->function_, device, info) || freed;
   }
   is_asking = false;

@@ -40,12 +40,17 @@ class PressureCallbacks {
     // when it runs no more.
     std::recursive_mutex running_;
     bool is_removed_ = false;
+    bool is_for_ever_ = false;
   };
 
   // Asked in the order in which they were added. REQUIRES: function is not empty.
   std::shared_ptr<Entry> add(Function function) GPUMEMX_EXCLUDES(mu_);
   // Waits while another thread runs it: afterwards what it refers to may be destroyed.
   void remove(const std::shared_ptr<Entry>& entry) GPUMEMX_EXCLUDES(mu_);
+
+  // The same for ever. Nothing is held while it runs, in several threads at once if need be: for
+  // functions that take a lock which their caller may have, as Python's.
+  void add_for_ever(Function function) GPUMEMX_EXCLUDES(mu_);
 
   // Asks all of them; true when one has freed something.
   bool ask(int device, const PressureInfo& info) GPUMEMX_EXCLUDES(mu_);

@@ -3,7 +3,8 @@
 
 `install_allocator` makes gpumemx torch's CUDA allocator. `monitor`, `memory_info`,
 `memory_summary` and `clear_cache` say and change what is in memory, with gpumemx's or torch's own
-allocator. `replay` says what a recorded run would have needed, `analyze` what a memory snapshot of
+allocator. `recover`, `oom_guard` and `retry_on_oom` let a program go on after it ran out of memory.
+`replay` says what a recorded run would have needed, `analyze` what a memory snapshot of
 PyTorch tells, both without a GPU. The command line is ``gpumemx`` or ``python -m gpumemx``.
 
 Importing it imports neither torch nor the compiled parts, and starts no CUDA.
@@ -17,6 +18,7 @@ from gpumemx.errors import (
     GpumemxError,
     InstallError,
     MissingPackageError,
+    RecoveryError,
     SettingError,
     TraceError,
 )
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from gpumemx._analyze import Analysis, analyze
     from gpumemx._replay import CardVerdict, ReplayResult, replay
     from gpumemx.allocator import Setting, install_allocator, is_installed, settings
+    from gpumemx.oom import OomHolder, OomReport, dump_on_oom, last_oom
+    from gpumemx.pressure import MemoryPressure, PressureCallback, on_memory_pressure
+    from gpumemx.recovery import Recovered, Retry, oom_guard, recover, retry_on_oom
     from gpumemx.summary import MemoryInfo, Released, clear_cache, memory_info, memory_summary
     from gpumemx.trace import Trace, load_trace
 
@@ -43,6 +48,18 @@ __all__ = [  # noqa: RUF022  # in the order of the README
     "memory_summary",
     "clear_cache",
     "Released",
+    "last_oom",
+    "OomReport",
+    "OomHolder",
+    "dump_on_oom",
+    "on_memory_pressure",
+    "MemoryPressure",
+    "PressureCallback",
+    "recover",
+    "Recovered",
+    "oom_guard",
+    "retry_on_oom",
+    "Retry",
     "replay",
     "ReplayResult",
     "CardVerdict",
@@ -53,6 +70,7 @@ __all__ = [  # noqa: RUF022  # in the order of the README
     "GpumemxError",
     "InstallError",
     "SettingError",
+    "RecoveryError",
     "TraceError",
     "MissingPackageError",
     "__version__",
@@ -71,6 +89,18 @@ _MODULES = {
     "memory_summary": "gpumemx.summary",
     "clear_cache": "gpumemx.summary",
     "Released": "gpumemx.summary",
+    "last_oom": "gpumemx.oom",
+    "OomReport": "gpumemx.oom",
+    "OomHolder": "gpumemx.oom",
+    "dump_on_oom": "gpumemx.oom",
+    "on_memory_pressure": "gpumemx.pressure",
+    "MemoryPressure": "gpumemx.pressure",
+    "PressureCallback": "gpumemx.pressure",
+    "recover": "gpumemx.recovery",
+    "Recovered": "gpumemx.recovery",
+    "oom_guard": "gpumemx.recovery",
+    "retry_on_oom": "gpumemx.recovery",
+    "Retry": "gpumemx.recovery",
     "CardVerdict": "gpumemx._replay",
     "ReplayResult": "gpumemx._replay",
     "replay": "gpumemx._replay",
@@ -95,5 +125,7 @@ def __dir__() -> list[str]:
 
 if "torch" in sys.modules:
     from gpumemx.allocator import watch_cuda_start
+    from gpumemx.oom import attach
 
     watch_cuda_start()
+    attach(sys.modules["torch"])

@@ -9,6 +9,7 @@ import importlib
 import pkgutil
 import re
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,24 @@ class Figures(TypedDict):
     idle_private: int
     idle: int
     largest_free: int
+
+
+class OomFigures(Figures):
+    """One request that failed; csrc/monitor/oom_report.hpp."""
+
+    id: str
+    device: int
+    cause: str
+    rejected: bool
+    requested: int
+    block: int
+    stream: int
+    in_private_pools: int
+    cap_source: str
+    driver_said: str
+    holders: list[tuple[str, int, int]]
+    advice: str
+    text: str
 
 
 class Trimmed(TypedDict):
@@ -94,6 +113,12 @@ class Adapter(Protocol):
     def memory_info(self, device: int) -> Figures: ...
     def memory_summary(self, device: int) -> str: ...
     def clear_cache(self, device: int, wait: bool = True) -> TrimReport: ...
+    def oom_report(self, id: str) -> OomFigures | None: ...
+    def last_oom(self) -> OomFigures | None: ...
+    def on_out_of_memory(self, callback: Callable[[OomFigures], object]) -> None: ...
+    def on_memory_pressure(
+        self, callback: Callable[[int, int, int, int, int, int], bool]
+    ) -> None: ...
     def paths(self, device: int) -> dict[str, int]: ...
     def Scope(self, device: int, from_start: bool = False) -> Scope: ...  # noqa: N802
 
@@ -121,6 +146,8 @@ def find(torch: ModuleType) -> Adapter:
     InstallError
         There is none that fits, or it cannot be loaded; the text is one sentence.
     """
+    from gpumemx import oom
+
     version = str(torch.__version__)
     name = module_name(version)
     full_name = f"gpumemx.{name}"
@@ -138,7 +165,9 @@ def find(torch: ModuleType) -> Adapter:
             "--no-deps gpumemx, or pip install . in its checkout), which builds the one that fits"
         )
     try:
-        return cast(Adapter, importlib.import_module(full_name))
+        adapter = cast(Adapter, importlib.import_module(full_name))
+        oom.attach(torch)
+        return adapter
     except ImportError as error:
         raise InstallError(
             f"gpumemx's adapter for PyTorch {version} ({name}) cannot be loaded: {error}; "

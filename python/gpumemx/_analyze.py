@@ -276,9 +276,10 @@ def analyze(path: str | os.PathLike[str], *, progress: Progress | None = None) -
 
     Examples
     --------
-    >>> found = gpumemx.analyze("oom.pickle")                    # doctest: +SKIP
-    >>> found.devices[0].by_site[0]                              # doctest: +SKIP
-    Alive(name='train.py:114', bytes=4294967296, count=12)
+    >>> import gpumemx
+    >>> found = gpumemx.analyze("tests/data/gnn_sampling.pickle")
+    >>> found.devices[0].by_site[0].name
+    'train.py:118 gnn_sampling'
     """
     name = os.fspath(path)
     try:

@@ -7,7 +7,7 @@ import sys
 import traceback
 from dataclasses import asdict, dataclass
 
-from gpumemx import _adapter
+from gpumemx import _adapter, pressure
 from gpumemx.errors import InstallError, SettingError
 
 _log = logging.getLogger("gpumemx")
@@ -67,6 +67,9 @@ def install_allocator(*, late: bool = False, **settings: str | int | float | boo
     --------
     >>> import gpumemx
     >>> gpumemx.install_allocator(cap="20GiB")  # doctest: +SKIP
+    >>> gpumemx.install_allocator(capp="20GiB")
+    Traceback (most recent call last):
+    gpumemx.errors.SettingError: ... there is no setting 'capp'; the nearest name is 'cap'
     """
     if _is_disabled():
         return
@@ -86,6 +89,7 @@ def install_allocator(*, late: bool = False, **settings: str | int | float | boo
         _check_same(
             adapter, {key.strip().lower(): wanted[key.strip().lower()] for key in arguments}
         )
+        pressure.connect(adapter)
         return
     if adapter.cuda_started() and not late:
         raise InstallError(_too_late())
@@ -95,10 +99,18 @@ def install_allocator(*, late: bool = False, **settings: str | int | float | boo
         raise SettingError(str(error)) from None
     except RuntimeError as error:
         raise InstallError(f"gpumemx cannot be installed: {error}") from None
+    pressure.connect(adapter)
 
 
 def is_installed() -> bool:
-    """Say whether gpumemx is torch's CUDA allocator in this process. Imports nothing."""
+    """Say whether gpumemx is torch's CUDA allocator in this process. Imports nothing.
+
+    Examples
+    --------
+    >>> import gpumemx
+    >>> gpumemx.is_installed()
+    False
+    """
     return _adapter.installed() is not None
 
 
@@ -114,6 +126,12 @@ def settings() -> list[Setting]:
     ------
     SettingError
         Before the installation: GPUMEMX_CONF or torch's variable has a mistake.
+
+    Examples
+    --------
+    >>> import gpumemx
+    >>> print(next(s for s in gpumemx.settings() if s.key == "cap"))
+    cap:none (default)
     """
     if adapter := _adapter.installed():
         return [Setting(**entry) for entry in adapter.settings()]

@@ -37,5 +37,9 @@ class SettingError(GpumemxError, ValueError):
     """A setting or a GPUMEMX_ variable is wrong; the text begins with where it was set."""
 
 
+class RecoveryError(GpumemxError, RuntimeError):
+    """Going on after an out-of-memory error is not possible here; the text says why."""
+
+
 class MissingPackageError(GpumemxError, ImportError):
     """What was asked for needs an optional package that is not installed; the text names it."""

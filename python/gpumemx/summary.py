@@ -119,6 +119,13 @@ def memory_info(device: Device = None) -> MemoryInfo:
     -----
     Starts no CUDA and imports no torch. Asks the driver for the card's free memory (some
     microseconds); does not wait for the device. Any thread, but not inside a CUDA graph's capture.
+
+    Examples
+    --------
+    >>> import gpumemx
+    >>> i = gpumemx.memory_info(0)
+    >>> i.reserved == i.live + i.pending + i.cached + i.held
+    True
     """
     index = device_index(device)
     adapter, reason = _adapter.current()
@@ -157,6 +164,12 @@ def memory_summary(device: Device = None) -> str:
     -------
     str
         Lines, without a newline at the end.
+
+    Examples
+    --------
+    >>> import gpumemx
+    >>> print(gpumemx.memory_summary(0))  # doctest: +ELLIPSIS
+    GPU 0...
     """
     index = device_index(device)
     adapter, reason = _adapter.current()
@@ -196,6 +209,12 @@ def clear_cache(device: Device = None, *, wait: bool = True, collect: bool = Fal
     Rarely makes a program faster or smaller: unused memory serves new requests. Useful before
     another process, or a library with an allocator of its own, needs the card. With torch's own
     allocator it is ``torch.cuda.empty_cache()``, which always waits and takes all devices.
+
+    Examples
+    --------
+    >>> import gpumemx
+    >>> gpumemx.clear_cache(0).released >= 0
+    True
     """
     index = device_index(device)
     if collect:

@@ -77,6 +77,13 @@ def load_trace(path: str | os.PathLike[str], *, device: int | None = None) -> Tr
     Notes
     -----
     Never unpickles: a file from anywhere may be read.
+
+    Examples
+    --------
+    >>> import gpumemx
+    >>> trace = gpumemx.load_trace("examples/traces/gnn_sampling.npz")
+    >>> len(trace.op), trace.slots
+    (9161, 44)
     """
     name = os.fspath(path)
     if is_snapshot(name):

@@ -11,6 +11,7 @@
 #include "adapter/device_view.hpp"
 #include "adapter/install.hpp"
 #include "base/version.hpp"
+#include "bindings/torch/out_of_memory.hpp"
 #include "bindings/torch/simulated_history.hpp"
 #include "bindings/torch/simulated_pools.hpp"
 #include "driver/sim/sim_driver.hpp"
@@ -24,24 +25,6 @@ namespace gpumemx::bindings {
 namespace {
 
 using adapter::DeviceView;
-
-py::dict to_dict(const MemoryFigures& f) {
-  py::dict d;
-  d["device_known"] = f.device_known;
-  d["device_total"] = f.device_total.n;
-  d["device_free"] = f.device_free.n;
-  d["others"] = f.others.n;
-  d["cap"] = f.cap.n == ~0ull ? py::object(py::none()) : py::object(py::int_(f.cap.n));
-  d["reserved"] = f.reserved.n;
-  d["live"] = f.live.n;
-  d["pending"] = f.pending.n;
-  d["held"] = f.held.n;
-  d["idle_pending"] = f.idle_pending.n;
-  d["idle_private"] = f.idle_private.n;
-  d["idle"] = f.idle.n;
-  d["largest_free"] = f.largest_free.n;
-  return d;
-}
 
 py::dict to_dict(const TrimReport& r) {
   py::dict d;
@@ -285,6 +268,7 @@ PYBIND11_MODULE(GPUMEMX_TORCH_MODULE, m) {
           "Ends the scope; figures of the whole. Bytes.")
       .def("report", &adapter::Scope::report, py::arg("name"), "The figures so far in words.");
 
+  bind_out_of_memory(m);
   bind_simulated(m);
   bind_simulated_history(m);
   bind_simulated_pools(m);

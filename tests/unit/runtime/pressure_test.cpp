@@ -103,6 +103,19 @@ TEST(PressureThreads, RemovingWaitsForTheThreadThatIsInIt) {
   asking.join();
 }
 
+TEST(PressureThreads, AFunctionThatIsThereForEverRunsInSeveralThreadsAtOnce) {
+  PressureCallbacks callbacks;
+  std::atomic<int> inside{0};
+  callbacks.add_for_ever([&](int, const PressureInfo&) {
+    ++inside;
+    while (inside < 2) std::this_thread::yield();  // each waits for the other
+    return true;
+  });
+  std::thread other([&] { EXPECT_TRUE(callbacks.ask(0, kInfo)); });
+  EXPECT_TRUE(callbacks.ask(1, kInfo));
+  other.join();
+}
+
 TEST(Pressure, ARequestIsServedFromWhatAFunctionFreed) {
   SimOptions options;
   options.capacity = 64_MiB;
