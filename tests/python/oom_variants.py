@@ -2,7 +2,7 @@
 """The ways in which a failed step's tensors stay alive, each as a step that runs out of memory.
 
 A step makes tensors, writes them down by weak references to their storages, and fails if it is told
-to. The tensors are on the CPU and the error is raised by hand, so this needs no GPU.
+to. The tensors are on the CPU and the error is raised by hand, unless a GPU is asked for.
 """
 
 import asyncio
@@ -21,10 +21,11 @@ TEXT = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capac
 Step = Callable[[bool], Any]
 made: list[StorageWeakRef] = []
 kept: list[Any] = []  # what the program stores
+device = "cpu"  # tests/gpu sets it to "cuda", and the errors are real
 
 
-def big(**options: Any) -> torch.Tensor:
-    tensor = torch.zeros(MIB, dtype=torch.uint8, **options)
+def big() -> torch.Tensor:
+    tensor = torch.zeros(MIB, dtype=torch.uint8, device=device)
     made.append(StorageWeakRef(tensor.untyped_storage()))
     return tensor
 
@@ -34,6 +35,8 @@ def alive() -> int:
 
 
 def run_out() -> None:
+    if device != "cpu":
+        torch.empty(1 << 44, dtype=torch.uint8, device=device)
     raise torch.OutOfMemoryError(TEXT)
 
 
@@ -185,7 +188,7 @@ class Double(torch.autograd.Function):
 
 
 def out_of_backward(fails: bool) -> str:
-    x = torch.ones((), requires_grad=True)
+    x = torch.ones((), requires_grad=True, device=device)
     activations = big() * x
     made.append(StorageWeakRef(activations.untyped_storage()))
     loss = Double.apply(activations, fails)
@@ -199,7 +202,7 @@ class Collate:
 
     def __call__(self, samples: list[Any]) -> torch.Tensor:
         if self.fails:
-            run_out()
+            raise torch.OutOfMemoryError(TEXT)  # in a process of its own, which has no CUDA
         return torch.zeros(len(samples))
 
 

@@ -172,6 +172,19 @@ def test_running_calls_and_their_callers_keep_what_they_have() -> None:
     assert len(made) == 3
 
 
+def test_the_error_that_is_being_handled_counts_whatever_it_is() -> None:
+    def interrupted() -> None:
+        own = Big()
+        raise KeyboardInterrupt(str(own))
+
+    try:
+        interrupted()
+    except KeyboardInterrupt:
+        _frames.clear(None)
+        after = alive()
+    assert after == 0
+
+
 def survives() -> Iterator[Any]:
     own = Big()
     try:
