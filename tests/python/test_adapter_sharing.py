@@ -113,7 +113,7 @@ def test_what_torch_up_to_2_12_wrote_is_read() -> None:
 def test_handles_of_several_sizes_are_read() -> None:
     sharing(
         """
-        texts = [share(alloc(size * MIB))[1] for size in (64, 256)]
+        texts = [share(alloc(size * MIB))[1] for size in (1, 64)]
         parts = [parse(t) for t in texts]
         assert parts[0][2][2] != parts[1][2][2]
         handles = b""
