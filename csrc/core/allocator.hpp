@@ -491,7 +491,13 @@ class DeviceAllocator {
   Served serve_plain(HeapSet& set, Bytes size) GPUMEMX_REQUIRES(work_mu_, mu_);
   Served execute(const MissPlan& plan) GPUMEMX_REQUIRES(work_mu_, mu_);
   std::optional<Error> map_pieces(std::vector<PieceWork>& work) GPUMEMX_REQUIRES(work_mu_);
-  bool make_room(const AllocRequest& request, int& attempt, bool& asked)
+  // How far a request has gone to be served.
+  struct Effort {
+    int attempt = 0;
+    int releases = 0;  // of handles that were to go
+    bool asked = false;
+  };
+  bool make_room(const AllocRequest& request, Effort& effort)
       GPUMEMX_EXCLUDES(work_mu_, mu_);
   bool is_rejected(const AllocRequest& request, Bytes size) const GPUMEMX_REQUIRES(mu_) {
     return request.reject_above_cap && cap() < device_total_ && reserved() + size > cap();

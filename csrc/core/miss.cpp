@@ -21,6 +21,8 @@ namespace {
 constexpr int kVmFailuresUntilPlain = 6;
 // Failed plans for one request before it is served in plain mode.
 constexpr int kPlanFailures = 3;
+// How often a request is tried again because handles that were to go are gone.
+constexpr int kReleases = 4;
 
 // Tells maintain() to keep out of the way.
 class WantsWork {
@@ -45,8 +47,7 @@ AllocResult DeviceAllocator::allocate_slow(const AllocRequest& request, Bytes si
   if (const auto source = source_of(request.pool)) {
     return allocate_from_source(*source, request, size);
   }
-  int attempt = 0;
-  bool asked = false;
+  Effort effort;
   std::optional<Error> error;
   do {
     close_epochs();
@@ -71,7 +72,7 @@ AllocResult DeviceAllocator::allocate_slow(const AllocRequest& request, Bytes si
     }
     if (leaves_work && maintenance_hook_) maintenance_hook_();
     if (result) return std::move(*result);
-  } while (make_room(request, attempt, asked));
+  } while (make_room(request, effort));
   return fail(request, size, error);
 }
 
@@ -346,23 +347,25 @@ DeviceAllocator::Served DeviceAllocator::serve_plain(HeapSet& set, Bytes size) {
 
 // The request can't be served as things stand. Waits for work, frees, or asks others; true when it
 // is worth another try.
-bool DeviceAllocator::make_room(const AllocRequest& request, int& attempt, bool& asked) {
+bool DeviceAllocator::make_room(const AllocRequest& request, Effort& effort) {
   if (shut_down_) return false;
   if (hand_back_segments()) return true;
   {
     const MutexLock work(work_mu_);
     const MutexLock lock(mu_);
-    if (release_doomed()) return true;  // left for maintain(), but wanted now
+    // Left for maintain(), but wanted now. Not for ever: where mapping fails for other reasons, each
+    // try leaves more.
+    if (release_doomed() && effort.releases++ < kReleases) return true;
     if (is_rejected(request, block_size(request.size))) return false;
   }
-  if (attempt == 0) {
-    attempt = 1;
+  if (effort.attempt == 0) {
+    effort.attempt = 1;
     const MutexLock work(work_mu_);
     if (refresh_capacity(/*only_if_tight=*/false)) return true;
   }
   if (wait_for_any()) return true;
-  if (attempt == 1) {
-    attempt = 2;
+  if (effort.attempt == 1) {
+    effort.attempt = 2;
     const MutexLock work(work_mu_);
     const MutexLock lock(mu_);
     const bool kept = keep_no_longer();
@@ -374,8 +377,8 @@ bool DeviceAllocator::make_room(const AllocRequest& request, int& attempt, bool&
       return true;
     }
   }
-  if (asked) return false;
-  asked = true;
+  if (effort.asked) return false;
+  effort.asked = true;
   std::vector<Observer*> observers;
   PressureInfo info{request.size, request.stream.ref, request.pool, /*attempt=*/1, {}, {}};
   if (const auto memory = driver_.memory(); memory.ok()) info.device_free = memory.value().free;
@@ -388,7 +391,7 @@ bool DeviceAllocator::make_room(const AllocRequest& request, int& attempt, bool&
   bool freed = false;
   for (Observer* observer : observers) freed = observer->on_pressure(info) || freed;
   if (!freed) return false;
-  attempt = 0;
+  effort.attempt = 0;
   MutexLock lock(mu_);
   ++books_.stats.num_alloc_retries;
   return true;

@@ -165,8 +165,8 @@ std::shared_ptr<SegmentSource> DeviceAllocator::source_of(PoolId pool) const {
 AllocResult DeviceAllocator::allocate_from_source(SegmentSource& source,
                                                   const AllocRequest& request, Bytes size) {
   std::optional<Error> error;
-  int attempt = 0;
-  bool asked = false, is_usual = true, fitted = false, gave_back = false;
+  Effort effort;
+  bool is_usual = true, fitted = false, gave_back = false;
   for (;;) {
     Bytes segment = round_up(size, kPage);
     bool fits = false;
@@ -219,7 +219,7 @@ AllocResult DeviceAllocator::allocate_from_source(SegmentSource& source,
     } else if (fits && !gave_back) {
       gave_back = true;
       release_idle_down_to({});
-    } else if (!make_room(request, attempt, asked)) {
+    } else if (!make_room(request, effort)) {
       break;
     }
   }

@@ -175,6 +175,19 @@ TEST(RandomPrograms, FindNothingWrong) {
   EXPECT_GE(ooms, kLeastEach) << "running out of memory is hardly tried";
 }
 
+// Programs that found something once, and what. They say nothing any more when what programs are made of
+// has changed.
+TEST(RandomPrograms, ThatFoundSomethingOnce) {
+  for (const std::uint64_t seed : {
+           2955u,  // a device of few mappings: a request was tried again for ever
+       }) {
+    const Program program = make_program(seed, 10'000);
+    ProgramRunner runner(program, /*thorough=*/false);
+    const auto broken = runner.run();
+    if (broken) ADD_FAILURE() << report(program, *broken);
+  }
+}
+
 #else
 
 struct PlantedFault {
