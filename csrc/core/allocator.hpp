@@ -497,8 +497,7 @@ class DeviceAllocator {
     int releases = 0;  // of handles that were to go
     bool asked = false;
   };
-  bool make_room(const AllocRequest& request, Effort& effort)
-      GPUMEMX_EXCLUDES(work_mu_, mu_);
+  bool make_room(const AllocRequest& request, Effort& effort) GPUMEMX_EXCLUDES(work_mu_, mu_);
   bool is_rejected(const AllocRequest& request, Bytes size) const GPUMEMX_REQUIRES(mu_) {
     return request.reject_above_cap && cap() < device_total_ && reserved() + size > cap();
   }
