@@ -196,8 +196,8 @@ class DeviceAllocator {
   void note_stream(const StreamInfo& stream) GPUMEMX_EXCLUDES(mu_);
 
   // Between the two, no request waits, no plain memory is freed, no memory is moved. May nest.
-  // begin_capture() comes before the driver's begin of the capture; end_capture() after its end and
-  // before its stream is destroyed.
+  // begin_capture() comes before the driver's begin of the capture, and blocks while another thread is
+  // in a miss or moves memory; end_capture() after its end and before its stream is destroyed.
   void begin_capture() GPUMEMX_EXCLUDES(work_mu_, mu_);
   void end_capture() GPUMEMX_EXCLUDES(work_mu_, mu_);
 

@@ -89,9 +89,9 @@ Result<SharedRange> DeviceAllocator::share(DeviceAddr address) {
     close_epochs();
     if (const Status idle = driver_.synchronize(); !idle.ok()) return idle.error();
     const MutexLock work(work_mu_);
-    if (captures_.load() > 0)
-      return while_capturing();  // none begins from here on: begin_capture()
-    poll();                      // what is free is known to be idle too
+    // None begins from here on: see begin_capture().
+    if (captures_.load() > 0) return while_capturing();
+    poll();  // what is free is known to be idle too
     std::vector<StreamRef> streams;
     {
       const MutexLock lock(mu_);

@@ -9,9 +9,7 @@ the same program runs on its allocator and on gpumemx, and the two must say the 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +18,14 @@ import pytest
 TOOLS = Path(__file__).parents[1] / "python"
 sys.path.insert(0, str(TOOLS))
 
-from torch_tools import program, why_no_adapter  # noqa: E402
-
-
-def why_no_device() -> str:
-    if reason := why_no_adapter():
-        return reason
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a machine without a device, and of other packages
-        import torch
-
-        return "" if torch.cuda.is_available() else "there is no CUDA device"
-
+from torch_tools import program, require_device  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def device() -> None:
-    if not (reason := why_no_device()):
-        return
-    if os.environ.get("GPUMEMX_REQUIRE_GPU") == "1":
-        pytest.fail(f"GPUMEMX_REQUIRE_GPU=1, but {reason}", pytrace=False)
-    pytest.skip(reason)
+    require_device()
 
 
 START = f"""

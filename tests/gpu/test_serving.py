@@ -12,9 +12,7 @@ it is skipped; GPUMEMX_REQUIRE_GPU=1 makes that a failure.
 from __future__ import annotations
 
 import json
-import os
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,7 @@ import pytest
 TOOLS = Path(__file__).parents[1] / "python"
 sys.path.insert(0, str(TOOLS))
 
-from torch_tools import program, why_no_adapter  # noqa: E402
+from torch_tools import program, require_device  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
 
@@ -89,17 +87,7 @@ def figures(install: str) -> dict[str, int]:
 
 
 def test_the_cache_is_as_large_as_on_torchs_own() -> None:
-    reason = why_no_adapter()
-    if not reason:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import torch
-
-            reason = "" if torch.cuda.is_available() else "there is no CUDA device"
-    if reason and os.environ.get("GPUMEMX_REQUIRE_GPU") == "1":
-        pytest.fail(f"GPUMEMX_REQUIRE_GPU=1, but {reason}")
-    if reason:
-        pytest.skip(reason)
+    require_device()
     native = figures("")
     ours = figures("import gpumemx; gpumemx.install_allocator()\n")
     print({"torch": native, "gpumemx": ours})

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,22 @@ def adapter() -> None:
         return
     if os.environ.get("GPUMEMX_REQUIRE_TORCH") == "1":
         pytest.fail(f"GPUMEMX_REQUIRE_TORCH=1, but {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+def require_device() -> None:
+    """Skip without an adapter and a device, or fail where GPUMEMX_REQUIRE_GPU asks for them."""
+    reason = why_no_adapter()
+    if not reason:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a machine without a device, and of other packages
+            import torch
+
+            reason = "" if torch.cuda.is_available() else "there is no CUDA device"
+    if not reason:
+        return
+    if os.environ.get("GPUMEMX_REQUIRE_GPU") == "1":
+        pytest.fail(f"GPUMEMX_REQUIRE_GPU=1, but {reason}", pytrace=False)
     pytest.skip(reason)
 
 
