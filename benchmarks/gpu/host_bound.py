@@ -2,6 +2,8 @@
 """What the allocator costs a program that is bound by the host, with each allocator in turn.
 
 empty    microseconds for torch.empty(...) on the device and its free, in Python
+history  the same for 1 KiB while a history is recorded, without and with Python stacks, 20 calls
+         deep; a pair adds three entries
 step     microseconds for forward and backward of a model of many small kernels: 60 times linear,
          norm and GELU on 8 x 64 numbers, so the device waits for the host
 
@@ -15,10 +17,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 from harness import MIB, Job, Result, Worker, add_arguments, median, serve, show, table
 
 SIZES = {"empty, 1 KiB": 1 << 10, "empty, 1 MiB": MIB, "empty, 64 MiB": 64 * MIB}
+HISTORIES: dict[str, dict[str, Any]] = {
+    "history, no stacks": {"context": None},
+    "history, Python stacks": {"context": "all", "stacks": "python"},
+}
+DEPTH = 20  # of calls above a recorded allocation: what a model in a training loop has
 
 
 # --- in a worker
@@ -43,6 +51,31 @@ def microseconds(call: Callable[[], object], count: int, *, tiny: bool) -> float
     return median(rounds[1:])
 
 
+def deep(call: Callable[[], object], depth: int = DEPTH) -> object:
+    return deep(call, depth - 1) if depth else call()
+
+
+def with_histories(count: int) -> Result:
+    """Return microseconds a pair of 1 KiB by kind of history; none of what has no history."""
+    import torch
+
+    def pair() -> None:
+        torch.empty(1 << 10, dtype=torch.uint8, device="cuda")
+
+    def rounds() -> float:
+        return microseconds(lambda: [pair() for _ in range(count)], 1, tiny=False) / count
+
+    found = {"history off": float(deep(rounds))}
+    for name, arguments in HISTORIES.items():
+        try:
+            torch.cuda.memory._record_memory_history(max_entries=100_000, **arguments)
+        except RuntimeError:  # cudaMallocAsync
+            continue
+        found[name] = float(deep(rounds))
+        torch.cuda.memory._record_memory_history(enabled=None)
+    return found
+
+
 def work(job: Job) -> Result:
     import torch
     from torch import nn
@@ -57,6 +90,9 @@ def work(job: Job) -> Result:
             torch.empty(size, dtype=torch.uint8, device=device)
 
         found[name] = microseconds(pair, count, tiny=tiny)
+
+    if not tiny:
+        found |= with_histories(count)
 
     torch.manual_seed(0)
     parts = [
@@ -100,8 +136,8 @@ def main() -> None:
     first = args.allocators[0]
     print(f"\nMicroseconds, median of {args.runs} runs in turn, and by {first}'s")
     rows = []
-    for name in (*SIZES, "step"):
-        times = {who: median(r[name] for r in runs[who]) for who in workers}
+    for name in (*SIZES, "history off", *HISTORIES, "step"):
+        times = {who: median(r[name] for r in runs[who] if name in r) for who in workers}
         cells = [f"{show(t, ',.2f')} ({show(t / times[first], '.3f')})" for t in times.values()]
         rows.append([name, *cells])
     table(["", *workers], rows)
