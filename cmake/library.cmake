@@ -31,6 +31,7 @@ gpumemx_link_torch(gpumemx c10 c10_cuda torch_cpu torch_cuda)
 target_link_options(gpumemx PRIVATE LINKER:--no-as-needed)
 # What torch's libraries leave to theirs (CUDA's) is not the program's to link.
 target_link_options(gpumemx INTERFACE LINKER:--allow-shlib-undefined)
+target_link_libraries(gpumemx INTERFACE "$<BUILD_INTERFACE:${gpumemx_libstdcxx}>")
 set_target_properties(gpumemx PROPERTIES
   VERSION "${PROJECT_VERSION}"
   # Before 1.0 a minor version may change the interface.
@@ -56,7 +57,7 @@ write_basic_package_version_file(gpumemxConfigVersion.cmake COMPATIBILITY SameMi
 install(FILES
   "${CMAKE_CURRENT_BINARY_DIR}/gpumemxConfig.cmake"
   "${CMAKE_CURRENT_BINARY_DIR}/gpumemxConfigVersion.cmake"
-  cmake/find_torch_root.cmake cmake/find_torch.py cmake/gpumemx_libtorch.cmake
+  cmake/find_torch_root.cmake cmake/find_torch.py cmake/gpumemx_libtorch.cmake cmake/shared_libstdcxx.cmake
   DESTINATION "${package}" COMPONENT cpp)
 
 file(RELATIVE_PATH gpumemx_pc_to_prefix "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")

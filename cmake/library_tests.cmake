@@ -159,6 +159,12 @@ foreach(compiler gxx clangxx)
   endif()
 endforeach()
 
+if(GPUMEMX_GXX)
+  gpumemx_consumer(consumer/trimmed_toolchain none tests/cpp/consumer
+    "${PROJECT_SOURCE_DIR}/tests/cpp/one_libstdcxx.sh ./consumer"
+    "-DCMAKE_CXX_COMPILER=${PROJECT_SOURCE_DIR}/tests/cpp/trimmed_gxx.sh" "-DCMAKE_PREFIX_PATH=${prefix}")
+endif()
+
 # In another's build it has to configure; that it compiles is known from here.
 gpumemx_cpp_test(consumer/subdirectory none "${CMAKE_COMMAND}"
   -S "${PROJECT_SOURCE_DIR}/tests/cpp/consumer" -B "${PROJECT_BINARY_DIR}/consumer/subdirectory"

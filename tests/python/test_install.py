@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Installing: where settings come from, what is refused in which words, what is not started."""
 
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -289,6 +292,22 @@ with gpumemx.monitor("x") as m:
     pass
 m.report(), m.peak, m.to_dict()
 """
+
+
+def test_the_compiled_parts_have_no_standard_library_of_their_own() -> None:
+    # See cmake/shared_libstdcxx.cmake. None of ours may bring a CUDA runtime either: it is torch's.
+    if shutil.which("readelf") is None:
+        pytest.skip("readelf is missing")
+    package = Path(output("import gpumemx; print(gpumemx.__path__[0])").strip())
+    modules = sorted(package.glob("_*.so"))
+    assert modules
+    for module in modules:
+        text = subprocess.run(
+            ["readelf", "--dynamic", "--wide", module], capture_output=True, text=True, check=True
+        ).stdout
+        needed = re.findall(r"NEEDED.*\[(.*)\]", text)
+        assert "libstdc++.so.6" in needed, (module, needed)
+        assert not any(name.startswith(("libcudart", "libcuda.")) for name in needed), needed
 
 
 def test_reading_imports_no_torch() -> None:
