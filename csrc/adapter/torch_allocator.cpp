@@ -302,11 +302,11 @@ void TorchAllocator::recordStream(const c10::DataPtr& ptr, c10::cuda::CUDAStream
     return;
   }
   if (ptr.get_deleter() != &delete_block) return;
-  Device& d = *devices_.if_open(device);
   const bool permanent = stream.id() == 0 || (stream.id() & 1) != 0;
-  d.allocator->record_stream(
-      address_of(ptr.get()),
-      stream_info(d, static_cast<c10::DeviceIndex>(device), stream.stream(), permanent));
+  const c10::DeviceIndex theirs = stream.device_index();
+  StreamInfo info = stream_info(open(theirs), theirs, stream.stream(), permanent);
+  if (theirs != device) info.ref = of_other_device(info.ref, theirs);
+  devices_.if_open(device)->allocator->record_stream(address_of(ptr.get()), info);
 }
 
 // --- out of memory
