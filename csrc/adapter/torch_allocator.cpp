@@ -512,8 +512,26 @@ torch_alloc::SnapshotInfo TorchAllocator::snapshot(c10::MempoolId_t pool, bool i
   MemoryHistory::PoolOf only;
   if (pool != c10::MempoolId_t{0, 0})
     only = [&](c10::DeviceIndex i) { return pools_.find(i, pool); };
-  history_.snapshot(only, include_traces, info);
+  history_.snapshot(only, include_traces, is_to_be_registered(pool), info);
   return info;
+}
+
+// NCCL attaches its trackers, asks for a pool's segments, registers them, and follows what is allocated
+// after that and freed. So the pool's memory comes in device allocations from then on, and what is
+// mapped there already stays as it is: the segments that NCCL has are those that there are.
+bool TorchAllocator::is_to_be_registered(c10::MempoolId_t pool) {
+  if (pool.first != 0 || pool.second == 0 || !history_.has_trackers()) return false;
+  bool any = false;
+  for (int i = 0; i < devices_.device_count(); ++i) {
+    const auto device = static_cast<c10::DeviceIndex>(i);
+    const auto id = pools_.find(device, pool);
+    // Those of graphs have such names too, and whoever looks at them only looks.
+    if (!id || pools_.has_graphs(device, pool) || devices_.is_shut_down()) continue;
+    if (!core(device).pool_info(*id)) continue;
+    core(device).set_plain(*id);
+    any = true;
+  }
+  return any;
 }
 
 bool TorchAllocator::isHistoryEnabled() { return history_.recording(); }
