@@ -70,11 +70,11 @@ CARD_FILES = (
     "distributed/test_c10d_nccl.py",
     "distributed/test_c10d_spawn_nccl.py",
 )
-# Of the last two what is about collectives, tensors sent to the other rank, and contexts: the rest is
+# Of the last two what is about collectives, sending to the other rank, and contexts: the rest is
 # about errors, time-outs and traces. Without what is for the switch's multicast alone.
 CARD_SELECTION = (
-    "(MultiGPU or TestNCCL or CommTest or DispatchedCollectives or DistributedNNFunctions"
-    " or subgroup_p2p or extra_cuda_context or comm_hook_allreduce_hook_nccl or grad_layout_1device)"
+    "(MultiGPU or TestNCCL or CommTest or DispatchedCollectives or DistributedNNFunctions or"
+    " subgroup_p2p or extra_cuda_context or comm_hook_allreduce_hook_nccl or grad_layout_1device)"
     " and not LargeCommTest and not UserBuffer and not intra_node"
 )
 INSTALL = "import gpumemx; gpumemx.install_allocator()"

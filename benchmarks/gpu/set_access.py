@@ -6,7 +6,7 @@ given access, unmapped and released again:
 
 one             access for the device itself
 two             for itself and another device, in one call
-second, later   for the other device, when the first has it: what enabling peer access costs a handle
+second, later   for the other device, when the first has it: a handle's part of enabling the access
 unmap one, two  unmapping a handle that one or two devices have access to
 
 Besides the memory is idle, nothing runs, and the other device's context exists.

@@ -390,8 +390,8 @@ void MemoryHistory::snapshot(const PoolOf& only_pool, bool include_traces, bool 
       if (of_allocated && segment.active_size == 0) segment.context_when_allocated = nullptr;
       if (registers && segment.is_expandable) {
         const MutexLock lock(registered_mu_);
-        registered_[static_cast<std::size_t>(i)][{segment.address}] = {{segment.total_size},
-                                                                       segment.owner_private_pool_id};
+        registered_[static_cast<std::size_t>(i)][{segment.address}] = {
+            {segment.total_size}, segment.owner_private_pool_id};
       }
       out.segments.push_back(std::move(segment));
     }

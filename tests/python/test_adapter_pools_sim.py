@@ -543,8 +543,8 @@ def test_allocations_outside_of_pools_ask_no_filter() -> None:
 
 
 # What NCCL does with a pool, in the words of torch: trackers are attached when the first pool is
-# registered, then the pool's segments are read and registered; later SEGMENT_ALLOC registers one more
-# and SEGMENT_FREE takes one away. Deregistering the pool reads its segments again.
+# registered, then the pool's segments are read and registered; later SEGMENT_ALLOC registers one
+# more and SEGMENT_FREE takes one away. Deregistering the pool reads its segments again.
 NCCL = """
 tracker = adapter._SimTracker()
 known = {}

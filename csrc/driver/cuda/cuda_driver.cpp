@@ -461,7 +461,9 @@ Result<EventId> CudaDriver::record(StreamRef stream) {
     const Result<StreamId> id = id_here(stream.native);
     if (!id.ok()) return id.error();
     const StreamRef here{id.value(), stream.native};
-    if (stream != (is_ours ? here : of_other_device(here, stream.device))) return misuse("record", "the default stream of another thread");
+    if (stream != (is_ours ? here : of_other_device(here, stream.device))) {
+      return misuse("record", "the default stream of another thread");
+    }
   }
 
   CUevent event = nullptr;

@@ -104,7 +104,7 @@ class CudaDriver final : public DeviceDriver {
   bool is_rdma_capable_ = false;
   std::atomic<bool> is_gone_{false};  // the driver said that it is shutting down
 
-  mutable Mutex mu_;  // a leaf
+  mutable Mutex mu_;                                                 // a leaf
   std::map<int, CUctx_st*> other_contexts_ GPUMEMX_GUARDED_BY(mu_);  // primary ones, retained
   std::unordered_map<HandleId, Handle> handles_ GPUMEMX_GUARDED_BY(mu_);
   std::map<DeviceAddr, Mapping> mappings_ GPUMEMX_GUARDED_BY(mu_);

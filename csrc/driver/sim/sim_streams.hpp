@@ -52,7 +52,7 @@ class SimStreams {
   // `keeps_work`: whether work is queued in lag mode too.
   SimStreams(bool keeps_work, Runner runner);
 
-  StreamRef create(int of_device);  // see StreamRef::device
+  StreamRef create(int of_device);                       // see StreamRef::device
   void destroy(StreamRef stream, std::uint64_t serial);  // REQUIRES: is_alive(stream)
   // Id, native value and device must all be right: an id without its value is a stale copy.
   bool is_alive(StreamRef stream) const;

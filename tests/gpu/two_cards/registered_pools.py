@@ -13,7 +13,7 @@ would move old words.
 
 python registered_pools.py KIND [--count N] [--allocator A]
 
-Prints a line. Exit status 1 when an element is wrong, or a registered segment has changed its place.
+Prints a line. Exit status 1 when an element is wrong, or a registered segment has moved.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def be_a_rank(args: argparse.Namespace) -> dict:
     churn = Churn(1000 + args.seed * RANKS + args.rank, device, streams, args.live_mib * MIB)
     backends = [group._get_backend(device) for group in work.groups]
     allocator = backends[0].mem_allocator if args.kind == "nccl" else None
-    pool = torch.cuda.MemPool(allocator, no_split=args.kind == "whole")
+    pools = [torch.cuda.MemPool(allocator, no_split=args.kind == "whole")]
     torch.cuda.synchronize()
 
     def some(first: int, where) -> None:
@@ -56,24 +56,24 @@ def be_a_rank(args: argparse.Namespace) -> dict:
                 churn.step()
 
     def places() -> dict[int, int]:
-        return {segment["address"]: segment["total_size"] for segment in pool.snapshot()}
+        return {segment["address"]: segment["total_size"] for segment in pools[0].snapshot()}
 
-    some(0, pool)
+    some(0, pools[0])
     registered = places()
     for backend in backends:
-        backend.register_mem_pool(pool)
-    some(args.count, pool)
+        backend.register_mem_pool(pools[0])
+    some(args.count, pools[0])
     torch.cuda.synchronize()
     now = places()
     # What has come since may have made a segment longer.
     moved = [a for a, size in registered.items() if a not in now or now[a] < size]
-    some(2 * args.count, pool)
+    some(2 * args.count, pools[0])
     work.finish()
     torch.cuda.synchronize()
     if args.kind != "left":
         for backend in backends:
-            backend.deregister_mem_pool(pool)
-    del pool
+            backend.deregister_mem_pool(pools[0])
+    pools.clear()
     torch.cuda.empty_cache()
     some(3 * args.count, None)
     work.finish()

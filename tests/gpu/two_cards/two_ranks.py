@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 RANKS = 2
 # For programs with several communicators at a time: a kernel of NCCL's waits on the device for the
-# other rank's, and they all must find room there. And a kernel that is loaded late may wait for them.
+# other rank's, and they all must find room there. A kernel that is loaded late may wait for them.
 FEW_BLOCKS = {"NCCL_MAX_CTAS": "8", "NCCL_MAX_NCHANNELS": "8", "CUDA_MODULE_LOADING": "EAGER"}
 PATIENCE = 20  # seconds that one rank gets to end after the other has failed
 
@@ -32,7 +32,7 @@ def run_ranks(
 ) -> list[tuple[int, str]]:
     """Run `script --rank R --store FILE arguments` for both ranks; their exit statuses and output.
 
-    What a rank prints goes to a file, so none waits for a reader. When one fails the other is ended.
+    What a rank prints goes to a file, so none waits for a reader. When one fails, both are ended.
     """
     with tempfile.TemporaryDirectory(prefix="two-ranks-") as folder:
         processes, logs = [], []
