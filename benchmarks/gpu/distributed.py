@@ -176,6 +176,8 @@ def main() -> int:
     parser.add_argument("--checkpoint", nargs="+", choices=("off", "on"), default=["off", "on"])
     args = parser.parse_args()
     if args.serve:
+        import torch.distributed.fsdp  # noqa: F401  (before the fork, like torch)
+
         serve(args.serve, work, device_is_started=False)
         return 0
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products

@@ -132,9 +132,7 @@ def show(value: float | None, form: str) -> str:
 # --- in the processes of a worker
 
 
-def serve(
-    allocator: str, work: Callable[[Job], Result], *, device_is_started: bool = True
-) -> None:
+def serve(allocator: str, work: Callable[[Job], Result], *, device_is_started: bool = True) -> None:
     """Answer jobs from stdin until it ends, each in a child.
 
     `device_is_started` is for a script that uses the current device; another chooses its own.

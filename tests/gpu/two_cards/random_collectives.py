@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--longest-mib", type=int, default=64, help="of a rank's part (64)")
-    parser.add_argument("--live-mib", type=int, default=2048, help="most of a rank's, by kind (2048)")
+    parser.add_argument("--live-mib", type=int, default=2048, help="most, by rank and kind (2048)")
 
 
 def log_uniform(draw: random.Random, most: int) -> int:

@@ -42,8 +42,8 @@ def test_random_collectives() -> None:
     ranks("random_collectives.py", "--count", "1000", "--seed", "11")
 
 
-# NCCL registers every device allocation with each communicator then; mapped memory, which moves, must
-# not be (torch switches it off itself with its expandable segments).
+# NCCL registers every device allocation with each communicator then; mapped memory, which moves,
+# must not be (torch switches it off itself with its expandable segments).
 HOOK = {"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"}
 
 

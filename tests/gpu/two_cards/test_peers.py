@@ -165,7 +165,7 @@ def test_memory_that_another_devices_stream_uses_is_not_given_away() -> None:
             again = [torch.full((16 * MIB,), -1, dtype=torch.int32, device="cuda:0")
                      for _ in range(3)]
             torch.cuda.synchronize(0)
-            assert not done.query(), "the sleep was too short: nothing was tried"
+            assert not done.query(), "device 0 waited for device 1, or the sleep was too short"
             assert pending >= 64 * MIB, (name, pending)
             done.synchronize()
             torch.cuda.synchronize(1)
