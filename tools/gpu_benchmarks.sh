@@ -5,6 +5,8 @@
 #
 #   pairs traces checked   benchmarks/gpu/allocator_bench.py
 #   examples loops largest habits host   the script of that name (host: host_bound.py)
+#   cards   distributed.py, which needs two devices; not among all
+#   access  set_access.py, likewise
 #
 # Builds what the benchmarks need and runs the sections named, or all, on a machine with a device that
 # need not reach any network; the tables are printed last. The arguments after -- go to the scripts in
@@ -19,6 +21,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 all=(pairs traces checked examples loops largest habits host)
+of_two_devices=(cards access)
 sections=()
 tiny=()
 given=0
@@ -31,7 +34,8 @@ while [ $# -gt 0 ]; do
       break
       ;;
     *)
-      [[ " ${all[*]} " == *" $1 "* ]] || die "there is no section '$1'; there are ${all[*]}"
+      [[ " ${all[*]} ${of_two_devices[*]} " == *" $1 "* ]] ||
+        die "there is no section '$1'; there are ${all[*]} ${of_two_devices[*]}"
       sections+=("$1")
       ;;
   esac
@@ -83,6 +87,11 @@ command_of() {
       set -- habits.py
       short=(--steps 16)
       ;;
+    cards)
+      set -- distributed.py
+      short=(--runs 3 --steps 45)
+      ;;
+    access) set -- set_access.py ;;
     host)
       set -- host_bound.py
       short=(--runs 3)

@@ -103,7 +103,12 @@ if [ "$with_python" = ON ] && [ -d tests/python ] && "$python" -c 'import pytest
   fi
   say "Python tests that need a device"
   py_tests python -m gpu "${side_by_side[@]}" --ignore=tests/gpu/test_graphs_and_pools.py \
-    --ignore=tests/gpu/test_serving.py "${folders[@]}"
+    --ignore=tests/gpu/test_serving.py --ignore=tests/gpu/two_cards "${folders[@]}"
+  devices=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null || echo 0)
+  if [ "$devices" -ge 2 ]; then
+    say "two devices"
+    GPUMEMX_REQUIRE_GPUS=2 py_tests two-cards "${side_by_side[@]}" tests/gpu/two_cards
+  fi
 fi
 
 # In a process of their own: they install the allocator before CUDA starts.

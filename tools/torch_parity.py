@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The parity run: torch's own tests on gpumemx and on torch's allocator, and the difference.
 
-python tools/torch_parity.py TESTS [--devices 0,1] [--out FOLDER] [FILE ...]
+python tools/torch_parity.py TESTS [--devices 0,1 | --cards] [--out FOLDER] [FILE ...]
 
 TESTS is test/ of a torch source tree. It need not be of the torch that is installed: for torch 2.11
 the tests of torch 2.6 were used, from Debian trixie's source package pytorch 2.6.0. They import the
@@ -14,6 +14,9 @@ makes every process install gpumemx as it starts. A test is lost when it passes 
 own: what a test leaves behind can make others fail after it, on either allocator, and which test
 comes after which is chance. A test that then fails alone on native too, once in three tries, is
 unsteady: named, and not lost.
+
+--cards: what needs two devices, which each side then has: torch's tests of several devices in one
+process, and those of collectives over NCCL.
 
 Exit status 1 when a test is lost that is not in NATIVE_ONLY, or when there was nothing to compare:
 no test passed on native, or on the one side of --only.
@@ -61,6 +64,19 @@ FILES = (
 )
 # The rest of those files is about optimizers, matrix products and tensors without memory.
 SELECTION = "not TestFakeTensor and not Optim and not gemm"
+CARD_FILES = (
+    "test_cuda_multigpu.py",
+    "distributed/test_nccl.py",
+    "distributed/test_c10d_nccl.py",
+    "distributed/test_c10d_spawn_nccl.py",
+)
+# Of the last two what is about collectives, sending to the other rank, and contexts: the rest is
+# about errors, time-outs and traces. Without what is for the switch's multicast alone.
+CARD_SELECTION = (
+    "(MultiGPU or TestNCCL or CommTest or DispatchedCollectives or DistributedNNFunctions or"
+    " subgroup_p2p or extra_cuda_context or comm_hook_allreduce_hook_nccl or grad_layout_1device)"
+    " and not LargeCommTest and not UserBuffer and not intra_node"
+)
 INSTALL = "import gpumemx; gpumemx.install_allocator()"
 NOT_RUN = "not run"
 COLLECTION = "::(collection)"  # in the place of a test: the import of its file
@@ -168,7 +184,8 @@ class Run:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tests", type=Path, help="test/ of a torch source tree")
-    parser.add_argument("files", nargs="*", metavar="FILE", help="in TESTS; default: the usual 7")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="in TESTS; default: the usual")
+    parser.add_argument("--cards", action="store_true", help="the tests that need two devices")
     parser.add_argument("--workers", type=int, default=8, help="processes of a side (8)")
     parser.add_argument("--timeout", type=int, default=100, help="seconds for a test (100)")
     parser.add_argument("--limit", type=float, default=560, help="seconds for a side (560)")
@@ -179,15 +196,15 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--only", choices=SIDES, help="run one side")
     parser.add_argument("--native", type=Path, help="recorded outcomes instead of a native run")
     parser.add_argument("--out", type=Path, help="folder for <side>.xml, .log, .json and .jsonl")
-    parser.add_argument("-k", dest="selection", default=SELECTION, help=f"default: {SELECTION}")
+    parser.add_argument("-k", dest="selection", help="default: what is about memory, or as --cards")
     parser.add_argument("--install", default=INSTALL, help=f"default: {INSTALL}")
     parser.add_argument("--verbose", action="store_true", help="name what passes only on gpumemx")
     return parser
 
 
-def chosen_files(tests: Path, named: list[str]) -> list[str]:
+def chosen_files(tests: Path, named: list[str], usual: tuple[str, ...] = FILES) -> list[str]:
     """Return what is asked for, or what there is of the usual files."""
-    files = named or list(FILES)
+    files = named or list(usual)
     missing = [name for name in files if not (tests / name).is_file()]
     if missing and (named or len(missing) == len(files)):
         sys.exit(f"torch_parity: not in {tests}: {', '.join(missing)}")
@@ -540,6 +557,8 @@ def report(
 def sides_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
     if args.native and args.only == "native":
         parser.error("--native stands for a native run: it does not go with --only native")
+    if args.cards and args.devices:
+        parser.error("--cards takes all devices: it does not go with --devices")
     if args.devices.count(",") > 1:
         parser.error("--devices takes one device or two")
     if args.native:
@@ -551,9 +570,12 @@ def main() -> int:
     parser = arguments()
     args = parser.parse_intermixed_args()
     sides = sides_of(args, parser)
+    usual = CARD_SELECTION if args.cards else SELECTION
+    is_narrowed = args.selection is not None and args.selection != usual
+    args.selection = args.selection or usual
     if len(NATIVE_ONLY) > MAX_NATIVE_ONLY:
         sys.exit(f"torch_parity: NATIVE_ONLY has {len(NATIVE_ONLY)} tests, {MAX_NATIVE_ONLY} go")
-    files = chosen_files(args.tests, args.files)
+    files = chosen_files(args.tests, args.files, CARD_FILES if args.cards else FILES)
     for module, option in (("xdist", "--workers"), ("pytest_timeout", "--timeout")):
         if not find_spec(module):
             print(f"{module} is not installed: {option} has no effect")
@@ -566,8 +588,8 @@ def main() -> int:
         out.mkdir(parents=True, exist_ok=True)
         results = run_sides(args, sides, files, temp, out)
         if args.native:
-            outcomes, narrowed = results["gpumemx"].outcomes, args.selection != SELECTION
-            native = recorded_native(args.native, outcomes, files, narrowed=narrowed)
+            outcomes = results["gpumemx"].outcomes
+            native = recorded_native(args.native, outcomes, files, narrowed=is_narrowed)
         elif len(sides) == 2:
             native = results["native"].outcomes
         else:

@@ -66,10 +66,17 @@ class Worker:
         )
 
     def run(self, **job: Any) -> Result:
+        self.send(**job)
+        return self.receive()
+
+    def send(self, **job: Any) -> None:
+        """Begin a job, whose result is to be received before the next one is sent."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         with suppress(BrokenPipeError):
             print(json.dumps(job), file=self.process.stdin, flush=True)
+
+    def receive(self) -> Result:
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
                 result: Result = json.loads(line)
@@ -125,8 +132,11 @@ def show(value: float | None, form: str) -> str:
 # --- in the processes of a worker
 
 
-def serve(allocator: str, work: Callable[[Job], Result]) -> None:
-    """Answer jobs from stdin until it ends, each in a child."""
+def serve(allocator: str, work: Callable[[Job], Result], *, device_is_started: bool = True) -> None:
+    """Answer jobs from stdin until it ends, each in a child.
+
+    `device_is_started` is for a script that uses the current device; another chooses its own.
+    """
     import torch
 
     if allocator == "gpumemx":
@@ -137,7 +147,7 @@ def serve(allocator: str, work: Callable[[Job], Result]) -> None:
             job = json.loads(line)
             try:
                 if not (job["tiny"] or job.get("nothing")):
-                    start(allocator)
+                    start(allocator, device_is_started=device_is_started)
                 print(json.dumps(work(job)), flush=True)
             except torch.OutOfMemoryError as error:
                 print(json.dumps({"failed": f"out of memory: {str(error)[:200]}"}), flush=True)
@@ -148,7 +158,7 @@ def serve(allocator: str, work: Callable[[Job], Result]) -> None:
             print(json.dumps({"failed": f"exit status {exit_code}"}), flush=True)
 
 
-def start(allocator: str) -> None:
+def start(allocator: str, *, device_is_started: bool = True) -> None:
     """Install gpumemx if that is the one, and start CUDA."""
     import torch
 
@@ -158,7 +168,8 @@ def start(allocator: str) -> None:
         gpumemx.install_allocator()
         if not gpumemx.is_installed():
             raise SystemExit("GPUMEMX_DISABLE is set")
-    torch.zeros(1, device="cuda")
+    if device_is_started:
+        torch.zeros(1, device="cuda")
     wanted = "cudaMallocAsync" if allocator == "async" else "native"
     backend = torch.cuda.get_allocator_backend()
     if allocator != "gpumemx" and backend != wanted:

@@ -251,11 +251,50 @@ void MemoryHistory::apply(int index, Device& device, bool keep) {
 
 void MemoryHistory::Listener::on_event(const HistoryEvent& event) {
   const Trackers* trackers = owner->trackers_.load(std::memory_order_acquire);
+  if (event.kind == EventKind::kSegmentUnmap) owner->withdraw(device, event, *trackers);
   try {
     const TraceEntry entry = trace_entry(device, event);
     for (const auto& tracker : *trackers) tracker(entry);
   } catch (...) {
     if (failure_here == nullptr) failure_here = new std::exception_ptr(std::current_exception());
+  }
+}
+
+// NCCL deregisters what is freed, and would go on moving words to and from the memory that it knows,
+// wherever that stands by then. It knows segments as a snapshot showed them, and no part of one.
+void MemoryHistory::withdraw(c10::DeviceIndex device, const HistoryEvent& event,
+                             const Trackers& trackers) {
+  std::vector<std::pair<DeviceAddr, Registered>> gone;
+  {
+    const MutexLock lock(registered_mu_);
+    std::map<DeviceAddr, Registered>& known = registered_[static_cast<std::size_t>(device)];
+    auto at = known.upper_bound(event.address);
+    if (at != known.begin()) --at;
+    while (at != known.end() && at->first < event.address + event.size) {
+      if (at->first + at->second.size > event.address) {
+        gone.emplace_back(*at);
+        at = known.erase(at);
+      } else {
+        ++at;
+      }
+    }
+  }
+  for (const auto& [address, segment] : gone) {
+    HistoryEvent freed = event;
+    freed.kind = EventKind::kSegmentFree;
+    freed.address = address;
+    freed.size = segment.size;
+    TraceEntry entry = trace_entry(device, freed);
+    entry.mempool_ = segment.pool;
+    for (const auto& tracker : trackers) {
+      try {
+        tracker(entry);
+      } catch (...) {
+        if (failure_here == nullptr) {
+          failure_here = new std::exception_ptr(std::current_exception());
+        }
+      }
+    }
   }
 }
 
@@ -316,7 +355,7 @@ std::shared_ptr<c10::GatheredContext> MemoryHistory::context_of(const void* ptr)
   return block ? gathered(block->context) : nullptr;
 }
 
-void MemoryHistory::snapshot(const PoolOf& only_pool, bool include_traces,
+void MemoryHistory::snapshot(const PoolOf& only_pool, bool include_traces, bool registers,
                              torch_alloc::SnapshotInfo& out) {
   const int devices = devices_.device_count();
   if (include_traces) out.device_traces.resize(static_cast<std::size_t>(devices));
@@ -349,6 +388,11 @@ void MemoryHistory::snapshot(const PoolOf& only_pool, bool include_traces,
     for (auto& segment : to_torch(index, layout)) {
       // Asked for are the stacks of what is allocated.
       if (of_allocated && segment.active_size == 0) segment.context_when_allocated = nullptr;
+      if (registers && segment.is_expandable) {
+        const MutexLock lock(registered_mu_);
+        registered_[static_cast<std::size_t>(i)][{segment.address}] = {
+            {segment.total_size}, segment.owner_private_pool_id};
+      }
       out.segments.push_back(std::move(segment));
     }
     if (to_ns) {

@@ -21,6 +21,7 @@
 #include <atomic>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -48,6 +49,7 @@ class MemoryHistory {
   // Whether anybody wants events. The one branch that an allocation pays otherwise.
   bool watching() const { return watching_.load(std::memory_order_relaxed); }
   bool recording() const { return recording_.load(std::memory_order_relaxed); }
+  bool has_trackers() const { return trackers_.load(std::memory_order_relaxed) != nullptr; }
 
   // On all devices, also those that are used later. Without `clear`, what is recorded stays.
   void record(bool enabled, torch_alloc::CreateContextFn recorder, std::size_t max_entries,
@@ -71,10 +73,11 @@ class MemoryHistory {
   std::shared_ptr<c10::GatheredContext> context_of(const void* ptr) const;
 
   // Segments of all pools or, where it is given, of the one that `only_pool` names for each device (or
-  // of none); traces and marks always of everything.
+  // of none); traces and marks always of everything. `registers`: whoever looks may register the
+  // segments that are mapped, so trackers are told of each as freed before any of it goes.
   using PoolOf = std::function<std::optional<PoolId>(c10::DeviceIndex device)>;
-  void snapshot(const PoolOf& only_pool, bool include_traces, torch_alloc::SnapshotInfo& out)
-      GPUMEMX_EXCLUDES(marks_mu_);
+  void snapshot(const PoolOf& only_pool, bool include_traces, bool registers,
+                torch_alloc::SnapshotInfo& out) GPUMEMX_EXCLUDES(marks_mu_, registered_mu_);
 
  private:
   friend class Because;
@@ -91,6 +94,14 @@ class MemoryHistory {
     HistoryRules rules;
   };
 
+  struct Registered {
+    Bytes size;
+    c10::MempoolId_t pool;
+  };
+
+  // Before the memory of `event` goes. Called under the device's lock.
+  void withdraw(c10::DeviceIndex device, const HistoryEvent& event, const Trackers& trackers)
+      GPUMEMX_EXCLUDES(registered_mu_);
   Cause gather(torch_alloc::RecordContext level) const;
   void apply(int index, Device& device, bool keep) GPUMEMX_EXCLUDES(mu_);
   void apply_to_all(bool keep) GPUMEMX_EXCLUDES(mu_);
@@ -110,6 +121,10 @@ class MemoryHistory {
 
   Mutex marks_mu_;  // a leaf
   RingBuffer<Mark> marks_ GPUMEMX_GUARDED_BY(marks_mu_);
+
+  Mutex registered_mu_;  // a leaf
+  std::array<std::map<DeviceAddr, Registered>, DeviceRegistry::kMaxDevices> registered_
+      GPUMEMX_GUARDED_BY(registered_mu_);
 };
 
 // What the calling thread asks of the cores until the end of the scope, and why: takes the stack,

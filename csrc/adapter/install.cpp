@@ -4,8 +4,10 @@
 #include <c10/core/AllocatorConfig.h>
 #include <c10/cuda/CUDAAllocatorConfig.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <typeinfo>
@@ -58,6 +60,22 @@ Result<std::unique_ptr<DeviceDriver>> open_cuda(int device) {
   auto driver = CudaDriver::open(device);
   if (!driver.ok()) return driver.error();
   return std::unique_ptr<DeviceDriver>(std::move(driver).take());
+}
+
+// With these NCCL registers all segments that there are when a communicator begins, and each that comes
+// as a device allocation. What is mapped would move from under it; torch itself ignores them with its
+// expandable segments. They are read once, when the first process group begins.
+void ignore_registration_of_everything() {
+  for (const char* name : {"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+                           "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"}) {
+    const char* value = std::getenv(name);
+    if (value == nullptr || value[0] == '\0' || std::strchr("0nNfF", value[0]) != nullptr) continue;
+    (void)::setenv(name, "0", /*overwrite=*/1);
+    TORCH_WARN("gpumemx: ", name,
+               " is ignored, as with torch's expandable segments: memory that moves can't be "
+               "registered with NCCL as it comes. Register a torch.cuda.MemPool "
+               "(register_mem_pool), or run with GPUMEMX_CONF=mode:plain.");
+  }
 }
 
 }  // namespace
@@ -116,6 +134,7 @@ std::optional<InstallFailure> install(InstallRequest request) {
                    std::string("torch refuses its own configuration: ") + error.what()};
   }
   chain_parser_hook();
+  if (!settings.core().plain) ignore_registration_of_everything();
 
   DeviceRegistry& devices = DeviceRegistry::instance();
   auto* allocator =

@@ -243,6 +243,13 @@ bool PrivatePools::ends_graphs(c10::DeviceIndex device, c10::MempoolId_t id) con
   return found != here.pools.end() && found->second.users == 1 && found->second.has_graphs;
 }
 
+bool PrivatePools::has_graphs(c10::DeviceIndex device, c10::MempoolId_t id) const {
+  const OnDevice& here = on(device);
+  MutexLock lock(here.mu);
+  const auto found = here.pools.find(id);
+  return found != here.pools.end() && found->second.has_graphs;
+}
+
 int PrivatePools::users(c10::DeviceIndex device, c10::MempoolId_t id) const {
   const OnDevice& here = on(device);
   MutexLock lock(here.mu);

@@ -87,6 +87,8 @@ class PrivatePools {
   bool ends_graphs(c10::DeviceIndex device, c10::MempoolId_t id) const;
   int users(c10::DeviceIndex device, c10::MempoolId_t id) const;
 
+  // Whether a graph was captured in it. False for a pool that is not there.
+  bool has_graphs(c10::DeviceIndex device, c10::MempoolId_t id) const;
   // The core's pool of that id, in use or released; nothing when it is not known there.
   std::optional<PoolId> find(c10::DeviceIndex device, c10::MempoolId_t id) const;
   PoolId in_use(c10::DeviceIndex device, c10::MempoolId_t id) const;  // raises where there is none

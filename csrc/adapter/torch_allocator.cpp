@@ -302,11 +302,11 @@ void TorchAllocator::recordStream(const c10::DataPtr& ptr, c10::cuda::CUDAStream
     return;
   }
   if (ptr.get_deleter() != &delete_block) return;
-  Device& d = *devices_.if_open(device);
   const bool permanent = stream.id() == 0 || (stream.id() & 1) != 0;
-  d.allocator->record_stream(
-      address_of(ptr.get()),
-      stream_info(d, static_cast<c10::DeviceIndex>(device), stream.stream(), permanent));
+  const c10::DeviceIndex theirs = stream.device_index();
+  StreamInfo info = stream_info(open(theirs), theirs, stream.stream(), permanent);
+  if (theirs != device) info.ref = of_other_device(info.ref, theirs);
+  devices_.if_open(device)->allocator->record_stream(address_of(ptr.get()), info);
 }
 
 // --- out of memory
@@ -512,8 +512,26 @@ torch_alloc::SnapshotInfo TorchAllocator::snapshot(c10::MempoolId_t pool, bool i
   MemoryHistory::PoolOf only;
   if (pool != c10::MempoolId_t{0, 0})
     only = [&](c10::DeviceIndex i) { return pools_.find(i, pool); };
-  history_.snapshot(only, include_traces, info);
+  history_.snapshot(only, include_traces, is_to_be_registered(pool), info);
   return info;
+}
+
+// NCCL attaches its trackers, asks for a pool's segments, registers them, and follows what is allocated
+// after that and freed. So the pool's memory comes in device allocations from then on, and what is
+// mapped there already stays as it is: the segments that NCCL has are those that there are.
+bool TorchAllocator::is_to_be_registered(c10::MempoolId_t pool) {
+  if (pool.first != 0 || pool.second == 0 || !history_.has_trackers()) return false;
+  bool any = false;
+  for (int i = 0; i < devices_.device_count(); ++i) {
+    const auto device = static_cast<c10::DeviceIndex>(i);
+    const auto id = pools_.find(device, pool);
+    // Those of graphs have such names too, and whoever looks at them only looks.
+    if (!id || pools_.has_graphs(device, pool) || devices_.is_shut_down()) continue;
+    if (!core(device).pool_info(*id)) continue;
+    core(device).set_plain(*id);
+    any = true;
+  }
+  return any;
 }
 
 bool TorchAllocator::isHistoryEnabled() { return history_.recording(); }

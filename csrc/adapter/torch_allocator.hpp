@@ -137,6 +137,7 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
   bool on_pressure(const PressureInfo& info) override;
 
   Device& open(c10::DeviceIndex device);
+  bool is_to_be_registered(c10::MempoolId_t pool);
   StreamInfo stream_info(Device& device, c10::DeviceIndex index, cudaStream_t stream,
                          bool known_permanent);
   bool is_torch_stream(c10::DeviceIndex device, cudaStream_t stream);

@@ -68,6 +68,7 @@ enum class StreamId : std::uint64_t {};
 struct StreamRef {
   StreamId id{};
   std::uint64_t native = 0;
+  int device = -1;  // whose stream, where that is another device than the one that is called
 
   friend constexpr bool operator==(StreamRef a, StreamRef b) { return a.id == b.id; }
 };

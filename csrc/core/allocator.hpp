@@ -175,6 +175,8 @@ class DeviceAllocator {
 
   // How it is now; nothing when it never was or is gone with all its memory. O(its blocks).
   std::optional<PoolInfo> pool_info(PoolId pool) const GPUMEMX_EXCLUDES(mu_);
+  // From now on new memory of the pool is plain (PoolOptions::plain). What it has stays as it is.
+  void set_plain(PoolId pool) GPUMEMX_EXCLUDES(work_mu_, mu_);
   // From now on each block of the pool is a plain allocation of its own (PoolOptions::whole).
   void set_whole(PoolId pool) GPUMEMX_EXCLUDES(mu_);
   // What is ready in the pool serves requests of the same stream that nothing else serves, before

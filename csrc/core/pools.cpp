@@ -120,6 +120,17 @@ std::optional<PoolInfo> DeviceAllocator::pool_info(PoolId pool) const {
   return info;
 }
 
+void DeviceAllocator::set_plain(PoolId pool) {
+  const MutexLock work(work_mu_);  // memory that is being mapped for the pool comes before this
+  const MutexLock lock(mu_);
+  const auto found = pools_.find(pool);
+  GPUMEMX_CHECK(found != pools_.end(), "set_plain() of a pool that does not exist");
+  found->second.options.plain = true;
+  for (const auto& [key, set] : sets_) {
+    if (key.pool == pool) set->plain = true;
+  }
+}
+
 void DeviceAllocator::set_whole(PoolId pool) {
   MutexLock lock(mu_);
   const auto found = pools_.find(pool);

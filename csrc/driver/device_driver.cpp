@@ -24,6 +24,12 @@ StreamId id_in_capture(std::uint64_t native, std::uint64_t capture) {
   return StreamId{(mixed(native ^ mixed(capture)) & (kInCapture - 1)) | kInCapture};
 }
 
+// Undone by doing it again. Handles and CUDA's own ids have no bit there.
+StreamRef of_other_device(StreamRef theirs, int device) {
+  const auto id = static_cast<std::uint64_t>(theirs.id);
+  return {StreamId{id ^ (static_cast<std::uint64_t>(device + 1) << 48)}, theirs.native, device};
+}
+
 const char* to_string(DriverCall call) {
   switch (call) {
     case DriverCall::kReserve: return "reserve";

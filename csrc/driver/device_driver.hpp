@@ -54,6 +54,9 @@ namespace gpumemx {
 // CUDA tells the id of the capture (`capture`) but not that of the stream.
 StreamId id_of_permanent(std::uint64_t native);
 StreamId id_in_capture(std::uint64_t native, std::uint64_t capture);
+// A stream of another device, as all devices but its own name it: `theirs` is its own device's name,
+// and names of two devices can be the same (the default streams' are).
+StreamRef of_other_device(StreamRef theirs, int device);
 
 // Fixed for a driver's lifetime; read once by each allocator.
 struct DeviceTraits {
@@ -144,7 +147,8 @@ class DeviceDriver {
   // Fails: kUnsupported before CUDA 12.
   virtual Result<StreamId> stream_id(std::uint64_t native) = 0;
 
-  // Marks the end of the work now queued on `stream`. Never blocks. REQUIRES: the stream exists.
+  // Marks the end of the work now queued on `stream`, which may be another device's
+  // (StreamRef::device). Never blocks. REQUIRES: the stream exists.
   // Fails: kCaptureActive while the stream captures, or when another thread has it begin to meanwhile;
   // kInvalidArgument for the per-thread default stream of a thread other than the calling one. Then
   // there is no event.

@@ -9,7 +9,7 @@ import ast
 import textwrap
 
 import pytest
-from torch_tools import MIB, simulated
+from torch_tools import MIB, SIMULATED, output, program, simulated
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("adapter")]
 
@@ -540,3 +540,107 @@ def test_allocations_outside_of_pools_ask_no_filter() -> None:
         print(blocks(P))
         """
     ) == [[]]
+
+
+# What NCCL does with a pool, in the words of torch: trackers are attached when the first pool is
+# registered, then the pool's segments are read and registered; later SEGMENT_ALLOC registers one
+# more and SEGMENT_FREE takes one away. Deregistering the pool reads its segments again.
+NCCL = """
+tracker = adapter._SimTracker()
+known = {}
+def follow(pool=P):
+    for e in tracker.take():
+        if tuple(e["pool_id"]) != pool: continue
+        if e["action"] == "segment_alloc": known[e["addr"]] = e["size"]
+        if e["action"] == "segment_free": del known[e["addr"]]  # one that NCCL has
+def register(pool=P):
+    known.update({s["address"]: s["total_size"] for s in segments(pool)})
+def mapped(pool=P):
+    return {s["address"]: s["total_size"] for s in segments(pool)}
+create(0, P, None)
+"""
+
+
+def test_what_nccl_has_registered_of_a_pool_is_what_the_pool_has() -> None:
+    run(
+        NCCL
+        + """
+with use(P):
+    before = [alloc(size) for size in (100 * MIB, 3 * MIB, 100, 40 * MIB)]
+first = mapped()
+register()
+assert known == first and known
+with use(P):
+    more = [alloc(size, stream=stream) for size in (200 * MIB, 5 * MIB, 300) for stream in (1, 2)]
+for block in before[:2] + more[:2]:
+    free(block)
+with use(P):
+    again = [alloc(size) for size in (90 * MIB, 2 * MIB)]
+others = [alloc(size) for size in (300 * MIB, 64 * MIB)]
+follow()
+# Nothing has grown, joined or moved, and all of it is known.
+assert known == mapped() and first.items() <= known.items(), (known, mapped())
+inside = lambda a: any(begin <= a < begin + size for begin, size in known.items())
+assert all(inside(a) for a in before[2:] + more[2:] + again)
+"""
+    )
+
+
+def test_nccl_is_told_before_memory_that_it_has_registered_goes_elsewhere() -> None:
+    """The pool dies without being deregistered first, as torch allows."""
+    run(
+        NCCL
+        + """
+with use(P):
+    held = [alloc(100 * MIB), alloc(7 * MIB)]
+register()
+with use(P):
+    held.append(alloc(64 * MIB))
+follow()
+assert len(known) >= 2
+for block in held: free(block)
+release(0, P)
+assert known  # what is registered is still there
+moved = alloc(6 * GIB), alloc(1900 * MIB)  # all of a device of 8 GiB: nothing can stay
+follow()
+assert known == {}, known
+"""
+    )
+
+
+def test_a_pool_that_nobody_can_register_stays_mapped() -> None:
+    run(
+        """
+create(0, P, None)
+with use(P):
+    alloc(100 * MIB)
+segments(P)
+with use(P):
+    alloc(200 * MIB)
+assert all(s["is_expandable"] for s in segments(P))
+"""
+    )
+
+
+HOOKS = ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK")
+ENVIRONMENT = """
+import ctypes
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print(repr([getenv(name) for name in {!r}]))
+"""
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_memory_that_moves_is_not_registered_as_it_comes(name: str) -> None:
+    done = program(SIMULATED + ENVIRONMENT.format([name.encode()]), **{name: "1"})
+    assert (done.returncode, done.stdout) == (0, "[b'0']\n"), done.stderr
+    assert f"gpumemx: {name} is ignored" in done.stderr
+    assert "mode:plain" in done.stderr
+
+
+def test_memory_that_does_not_move_may_be_registered_as_it_comes() -> None:
+    plain = SIMULATED.replace('install("",', 'install("mode:plain",')
+    asked = ENVIRONMENT.format([HOOKS[0].encode()])
+    assert output(plain + asked, **{HOOKS[0]: "1"}) == "[b'1']\n"
+    assert output(SIMULATED + asked, **{HOOKS[0]: "0"}) == "[b'0']\n"

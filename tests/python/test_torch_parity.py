@@ -95,6 +95,43 @@ def row(text: str, name: str) -> list[int]:
     return [int(figure) for figure in found.groups()]
 
 
+CARDS = """
+import builtins, os, unittest
+
+class TestCudaMultiGPU(unittest.TestCase):
+    def test_only_native(self):
+        assert not hasattr(builtins, "parity_installed")
+    def test_sees_all_devices(self):
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == "4,5"
+
+class CommTest(unittest.TestCase):
+    def test_reduces(self): pass
+    def test_intra_node_comm(self): pass
+
+class LargeCommTest(unittest.TestCase):
+    def test_more_devices(self): pass
+
+class NcclUserBufferRegistrationTest(unittest.TestCase):
+    def test_multicast(self): pass
+"""
+
+
+@pytest.mark.slow
+def test_what_needs_two_devices(
+    root: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    (folder / "distributed").mkdir()
+    (folder / "test_cuda_multigpu.py").write_text(CARDS)
+    (folder / "distributed" / "test_c10d_nccl.py").write_text(CARDS)
+    text = run(root, folder, "--cards", "--out", tmp_path / "out")
+    assert row(text, "test_cuda_multigpu.TestCudaMultiGPU") == [2, 1]
+    assert row(text, "distributed.test_c10d_nccl.TestCudaMultiGPU") == [2, 1]
+    assert row(text, "distributed.test_c10d_nccl.CommTest") == [1, 1]
+    assert row(text, "all") == [6, 4]  # none of test_cuda.py, and no test for multicast
+    run(root, folder, "--cards", "--devices", "0,1", status=2)
+
+
 @pytest.mark.slow
 def test_what_gpumemx_loses_is_named_and_fails(root: Path, folder: Path, tmp_path: Path) -> None:
     text = run(root, folder, "--devices", "0,1", "--out", tmp_path / "out", "--verbose")

@@ -61,6 +61,24 @@ def require_device() -> None:
     pytest.skip(reason)
 
 
+def require_devices(count: int) -> None:
+    """Skip with fewer devices, or fail where GPUMEMX_REQUIRE_GPUS asks for so many."""
+    reason = why_no_adapter()
+    if not reason:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torch
+
+            found = torch.cuda.device_count()
+            reason = "" if found >= count else f"there are {found} CUDA devices of {count}"
+    if not reason:
+        return
+    wanted = os.environ.get("GPUMEMX_REQUIRE_GPUS", "0")
+    if int(wanted) >= count:
+        pytest.fail(f"GPUMEMX_REQUIRE_GPUS={wanted}, but {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
 def clean_environment(**changed: str) -> dict[str, str]:
     """Return the environment without what would change an allocator, and with `changed`."""
     dropped = ("GPUMEMX_CONF", "GPUMEMX_DISABLE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -94,19 +94,20 @@ CUmemAccessDesc read_and_write(int device) {
 
 }  // namespace
 
-// The device's context is current on this thread while it lives. A thread of the program nearly
+// The device's context, or `context`, is current on this thread while it lives. A thread of the program nearly
 // always has it current already; then this is one read of a thread-local by the driver.
 class CudaDriver::ContextScope {
  public:
-  explicit ContextScope(CudaDriver& driver) : cu_(driver.cu_) {
+  explicit ContextScope(CudaDriver& driver) : ContextScope(driver, driver.context_) {}
+  ContextScope(CudaDriver& driver, CUcontext context) : cu_(driver.cu_) {
     if (driver.is_gone_.load(std::memory_order_relaxed)) {
       result_ = CUDA_ERROR_DEINITIALIZED;
       return;
     }
     CUcontext current = nullptr;
     result_ = cu_.context_get(&current);
-    if (result_ != CUDA_SUCCESS || current == driver.context_) return;
-    result_ = cu_.context_push(driver.context_);
+    if (result_ != CUDA_SUCCESS || current == context) return;
+    result_ = cu_.context_push(context);
     is_pushed_ = result_ == CUDA_SUCCESS;
   }
   ~ContextScope() {
@@ -156,9 +157,13 @@ CudaDriver::~CudaDriver() {
     MutexLock lock(events_mu_);
     if (scope.ok()) {
       for (CUevent event : idle_events_) (void)cu_.event_destroy(event);
+      for (CUevent event : other_events_) (void)cu_.event_destroy(event);
     }
   }
-  if (!is_gone_.load()) (void)cu_.primary_release(device_);
+  if (is_gone_.load()) return;
+  const MutexLock lock(mu_);
+  for (const auto& [device, context] : other_contexts_) (void)cu_.primary_release(device);
+  (void)cu_.primary_release(device_);
 }
 
 int CudaDriver::attribute(int which) const {
@@ -428,22 +433,41 @@ Status CudaDriver::free(DeviceAddr address) {
   return ok_status();
 }
 
+// Who has a stream has its context: nothing is started by retaining it.
+Result<CUctx_st*> CudaDriver::context_of(StreamRef stream) {
+  if (stream.device < 0 || stream.device == device_) return context_;
+  const MutexLock lock(mu_);
+  CUcontext& context = other_contexts_[stream.device];
+  if (context != nullptr) return context;
+  if (const CUresult r = cu_.primary_retain(&context, stream.device); r != CUDA_SUCCESS) {
+    other_contexts_.erase(stream.device);
+    return fail("cuDevicePrimaryCtxRetain", r);
+  }
+  return context;
+}
+
 Result<EventId> CudaDriver::record(StreamRef stream) {
-  const ContextScope scope(*this);
+  const Result<CUcontext> context = context_of(stream);
+  if (!context.ok()) return context.error();
+  const ContextScope scope(*this, context.value());
   if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  const bool is_ours = context.value() == context_;
   // Asked first: recorded in a capture, an event belongs to somebody's graph.
   CUresult r = capture_state(cu_, stream);
   if (r == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT) return capturing();
   if (r != CUDA_SUCCESS) return fail("cuStreamIsCapturing", r);
   if (as_stream(stream) == CU_STREAM_PER_THREAD) {
     // In each thread the name of another stream: elsewhere the event would be on the wrong one.
-    const Result<StreamId> id = stream_id(stream.native);
+    const Result<StreamId> id = id_here(stream.native);
     if (!id.ok()) return id.error();
-    if (id.value() != stream.id) return misuse("record", "the default stream of another thread");
+    const StreamRef here{id.value(), stream.native};
+    if (stream != (is_ours ? here : of_other_device(here, stream.device))) {
+      return misuse("record", "the default stream of another thread");
+    }
   }
 
   CUevent event = nullptr;
-  {
+  if (is_ours) {
     MutexLock lock(events_mu_);
     if (!idle_events_.empty()) {
       event = idle_events_.back();
@@ -454,6 +478,10 @@ Result<EventId> CudaDriver::record(StreamRef stream) {
     r = cu_.event_create(&event, CU_EVENT_DISABLE_TIMING);
     if (r != CUDA_SUCCESS) return fail("cuEventCreate", r);
   }
+  if (!is_ours) {
+    MutexLock lock(events_mu_);
+    other_events_.insert(event);
+  }
   const EventId id{reinterpret_cast<std::uintptr_t>(event)};
   r = cu_.event_record(event, as_stream(stream));
   if (r != CUDA_SUCCESS) {
@@ -463,6 +491,10 @@ Result<EventId> CudaDriver::record(StreamRef stream) {
   // And asked again: the stream may be another thread's, which has begun a capture since. That has the
   // event then, and would become invalid if anybody asked for it.
   if (capture_state(cu_, stream) != CUDA_SUCCESS) {
+    {
+      MutexLock lock(events_mu_);
+      other_events_.erase(event);
+    }
     (void)cu_.event_destroy(event);
     return capturing();
   }
@@ -508,8 +540,14 @@ Result<std::size_t> CudaDriver::wait_any(const std::vector<EventId>& events) {
 
 void CudaDriver::recycle(EventId event) {
   if (event == EventId{}) return;
-  MutexLock lock(events_mu_);
-  idle_events_.push_back(as_event(event));
+  {
+    MutexLock lock(events_mu_);
+    if (other_events_.erase(as_event(event)) == 0) {
+      idle_events_.push_back(as_event(event));
+      return;
+    }
+  }
+  (void)cu_.event_destroy(as_event(event));
 }
 
 CaptureMode CudaDriver::exchange_capture_mode(CaptureMode mode) {
@@ -598,6 +636,8 @@ Result<HoldId> CudaDriver::hold(const std::vector<StreamRef>& streams) {
     }
     before.push_back(event.value());
     auto own = std::make_unique<std::shared_ptr<Gate>>(gate);
+    const Result<CUcontext> context = context_of(stream);
+    const ContextScope there(*this, context.ok() ? context.value() : context_);
     const CUresult r = cu_.launch_host(as_stream(stream), &Gate::pass, own.get());
     if (r != CUDA_SUCCESS) {
       error = fail("cuLaunchHostFunc", r);
@@ -651,6 +691,10 @@ Result<StreamId> CudaDriver::stream_id(std::uint64_t native) {
   }
   const ContextScope scope(*this);
   if (!scope.ok()) return fail("cuCtxPushCurrent", scope.result());
+  return id_here(native);
+}
+
+Result<StreamId> CudaDriver::id_here(std::uint64_t native) {
   const auto stream = reinterpret_cast<CUstream>(native);
   // Asked first: of a stream that captures cuStreamGetId() tells nothing (error 900).
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;

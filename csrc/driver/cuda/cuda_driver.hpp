@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "base/mutex.hpp"
@@ -88,6 +89,8 @@ class CudaDriver final : public DeviceDriver {
   int attribute(int which) const;
   // `result` is a CUresult.
   Error fail(const char* call, int result, Bytes size = {});
+  Result<StreamId> id_here(std::uint64_t native);  // of the current context's stream
+  Result<CUctx_st*> context_of(StreamRef stream) GPUMEMX_EXCLUDES(mu_);
   static Error misuse(const char* call, const char* rule, Bytes size = {});
   Result<HandleId> add_handle(std::uint64_t native, Bytes size) GPUMEMX_EXCLUDES(mu_);
   bool is_union_of_mappings(AddrRange range) const GPUMEMX_REQUIRES(mu_);
@@ -101,7 +104,8 @@ class CudaDriver final : public DeviceDriver {
   bool is_rdma_capable_ = false;
   std::atomic<bool> is_gone_{false};  // the driver said that it is shutting down
 
-  mutable Mutex mu_;  // a leaf
+  mutable Mutex mu_;                                                 // a leaf
+  std::map<int, CUctx_st*> other_contexts_ GPUMEMX_GUARDED_BY(mu_);  // primary ones, retained
   std::unordered_map<HandleId, Handle> handles_ GPUMEMX_GUARDED_BY(mu_);
   std::map<DeviceAddr, Mapping> mappings_ GPUMEMX_GUARDED_BY(mu_);
   std::map<DeviceAddr, Bytes> reserved_ GPUMEMX_GUARDED_BY(mu_);
@@ -111,6 +115,8 @@ class CudaDriver final : public DeviceDriver {
 
   Mutex events_mu_;  // a leaf
   std::vector<CUevent_st*> idle_events_ GPUMEMX_GUARDED_BY(events_mu_);
+  // On streams of other devices: an event can only be recorded in the context it was made in.
+  std::unordered_set<CUevent_st*> other_events_ GPUMEMX_GUARDED_BY(events_mu_);
 };
 
 }  // namespace gpumemx

@@ -549,9 +549,11 @@ std::uint64_t SimDriver::queued(StreamRef stream) const {
   return is_known ? streams_.queued(stream.id) : 0;
 }
 
-StreamRef SimDriver::new_stream() {
+StreamRef SimDriver::new_stream() { return new_stream_of(-1); }
+
+StreamRef SimDriver::new_stream_of(int device) {
   MutexLock lock(mu_);
-  return streams_.create();
+  return streams_.create(device);
 }
 
 void SimDriver::destroy_stream(StreamRef stream) {

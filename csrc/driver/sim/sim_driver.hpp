@@ -101,6 +101,8 @@ class SimDriver final : public DeviceDriver {
   // stream, the id never.
   StreamRef default_stream() const { return {StreamId{1}, 0}; }
   StreamRef new_stream() GPUMEMX_EXCLUDES(mu_);
+  // One of another device, whose work uses this one's memory. It has no other clock than this device.
+  StreamRef new_stream_of(int device) GPUMEMX_EXCLUDES(mu_);
   // The stream with this handle by its own name, also while it captures. Its id is 0 if there is none.
   StreamRef stream_with(std::uint64_t native) const GPUMEMX_EXCLUDES(mu_);
   void destroy_stream(StreamRef stream) GPUMEMX_EXCLUDES(mu_);

@@ -27,8 +27,9 @@ std::uint32_t life_of(EventId id) {
 SimStreams::SimStreams(bool keeps_work, Runner runner)
     : keeps_work_(keeps_work), runner_(std::move(runner)), streams_(1) {}
 
-StreamRef SimStreams::create() {
+StreamRef SimStreams::create(int of_device) {
   Stream stream;
+  stream.device = of_device;
   if (natives_.empty()) {
     stream.native = kFirstNative + kNativeStep * streams_.size();
   } else {
@@ -36,7 +37,7 @@ StreamRef SimStreams::create() {
     natives_.pop_back();
   }
   streams_.push_back(std::move(stream));
-  return {StreamId{streams_.size()}, streams_.back().native};
+  return {StreamId{streams_.size()}, streams_.back().native, of_device};
 }
 
 void SimStreams::destroy(StreamRef stream, std::uint64_t serial) {
@@ -47,12 +48,13 @@ void SimStreams::destroy(StreamRef stream, std::uint64_t serial) {
 bool SimStreams::is_alive(StreamRef stream) const {
   const auto id = static_cast<std::uint64_t>(stream.id);
   if (id == 0 || id > streams_.size()) return false;
-  return at(stream.id).destroyed_by == 0 && at(stream.id).native == stream.native;
+  const Stream& known = at(stream.id);
+  return known.destroyed_by == 0 && known.native == stream.native && known.device == stream.device;
 }
 
 StreamId SimStreams::alive_with(std::uint64_t native) const {
   for (std::size_t i = streams_.size(); i-- > 0;) {
-    const StreamRef stream{StreamId{i + 1}, native};
+    const StreamRef stream{StreamId{i + 1}, native, streams_[i].device};
     if (is_alive(stream)) return stream.id;
   }
   return StreamId{};

@@ -52,9 +52,9 @@ class SimStreams {
   // `keeps_work`: whether work is queued in lag mode too.
   SimStreams(bool keeps_work, Runner runner);
 
-  StreamRef create();
+  StreamRef create(int of_device);                       // see StreamRef::device
   void destroy(StreamRef stream, std::uint64_t serial);  // REQUIRES: is_alive(stream)
-  // Id and native value must both be right: an id without its value is a stale copy.
+  // Id, native value and device must all be right: an id without its value is a stale copy.
   bool is_alive(StreamRef stream) const;
   std::uint64_t destroyed_by(StreamRef stream) const;  // serial, or 0
   StreamId alive_with(std::uint64_t native) const;     // or StreamId{}
@@ -97,6 +97,7 @@ class SimStreams {
  private:
   struct Stream {
     std::uint64_t native = 0;
+    int device = -1;
     std::uint64_t destroyed_by = 0;  // serial; 0 while alive
     std::optional<std::int64_t> lag;
     std::optional<bool> manual;

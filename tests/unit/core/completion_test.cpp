@@ -85,6 +85,23 @@ TEST_F(CompletionTest, ABlockIsPendingUntilTheLastOfItsStreamsIsThere) {
   EXPECT_EQ(paths().late_retired, 1u);
 }
 
+// Copies and kernels of a device use memory of another one's; torch's record_stream() names its stream.
+TEST_F(CompletionTest, ABlockIsPendingForWorkOfAnotherDevicesStreamToo) {
+  const StreamInfo theirs = permanent(gpu_.new_stream_of(1));
+  ASSERT_EQ(theirs.ref.device, 1);
+  const DeviceAddr block = alloc(1_MiB);
+  EXPECT_TRUE(allocator_->record_stream(block, theirs));
+  gpu_.launch(theirs.ref, {writes({block, 1_MiB}, 1)});
+  free(block);
+  EXPECT_NE(alloc(1_MiB), block);
+  alloc(20_MiB);
+  EXPECT_EQ(paths().late_retired, 0u);
+  gpu_.complete(theirs.ref);
+  alloc(40_MiB);
+  EXPECT_EQ(paths().late_retired, 1u);
+  EXPECT_EQ(joined_hazards(gpu_), "");
+}
+
 TEST_F(CompletionTest, ItsOwnStreamDoesNotMakeABlockPending) {
   const DeviceAddr block = alloc(1_MiB);
   EXPECT_TRUE(allocator_->record_stream(block, a_));

@@ -285,6 +285,28 @@ TEST_F(PoolsTest, APoolBecomesWholeBeforeItsFirstBlockOrLater) {
   EXPECT_EQ(allocator_->find_block(block)->segment, block);
 }
 
+TEST_F(PoolsTest, APoolThatBecomesPlainUsesWhatItHasAndMapsNoMore) {
+  const PoolId pool = allocator_->create_pool({});
+  const DeviceAddr mapped = alloc(40_MiB, a_, pool);
+  const StreamInfo other = new_stream();
+  alloc(30_MiB, other, pool);
+  allocator_->set_plain(pool);
+  free(mapped);
+  gpu_.reset_meter();
+  EXPECT_EQ(alloc(40_MiB, a_, pool), mapped);
+  EXPECT_EQ(calls(DriverCall::kAllocate), 0u);
+  for (const StreamInfo& stream : {a_, other, new_stream()}) {
+    for (const Bytes size : {64_MiB, 3_MiB, 700_B}) {
+      const DeviceAddr block = alloc(size, stream, pool);
+      EXPECT_NE(allocator_->find_block(block)->segment, DeviceAddr{}) << size.n;
+    }
+  }
+  EXPECT_EQ(calls(DriverCall::kMap), 0u);
+  EXPECT_EQ(calls(DriverCall::kUnmap), 0u);
+  alloc(64_MiB, a_);  // the default pool's memory is mapped as ever
+  EXPECT_GT(calls(DriverCall::kMap), 0u);
+}
+
 // A third party's allocator: device memory of the simulated device, or none.
 class ThirdParty final : public SegmentSource {
  public:

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <functional>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -881,6 +882,26 @@ TEST(SimMachine, OnlyPeersThatWereNamedMayUseAPage) {
   EXPECT_FALSE(gpu.peer_may_use(page.range, 1));
   EXPECT_EQ(error_of(gpu.set_access(page.range, {3})), Errc::kInvalidArgument);
   EXPECT_EQ(error_of(gpu.set_access(page.range, {0})), Errc::kInvalidArgument);
+}
+
+TEST(SimMachine, AStreamOfAnotherDeviceIsNamedWithItsDevice) {
+  SimDriver gpu;
+  const StreamRef theirs = gpu.new_stream_of(1);
+  EXPECT_TRUE(gpu.record(theirs).ok());
+  const StreamRef as_if_ours{theirs.id, theirs.native};
+  EXPECT_EQ(error_of(gpu.record(as_if_ours)), Errc::kInvalidArgument);
+  EXPECT_TRUE(is_the_hazard(gpu, {"record #", "is not a stream of this device"}));
+}
+
+TEST(StreamNames, OtherDevicesDefaultStreamsHaveNamesOfTheirOwn) {
+  const StreamRef default_stream{id_of_permanent(0), 0};
+  std::set<StreamId> names{default_stream.id};
+  for (int device = 0; device < 64; ++device) {
+    const StreamRef named = of_other_device(default_stream, device);
+    EXPECT_TRUE(names.insert(named.id).second) << device;
+    EXPECT_EQ(named.device, device);
+    EXPECT_EQ(of_other_device(named, device), default_stream);
+  }
 }
 
 TEST(SimMachine, DevicesShareNoAddress) {
