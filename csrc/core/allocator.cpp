@@ -139,7 +139,7 @@ Block* DeviceAllocator::take_hit(HeapSet& set, Bytes size, HitWaste waste) {
   if (wants_plain(set)) {
     // A plain segment can't be taken apart, so there is nothing to save by refusing a part of it.
     if (Block* b = try_heap(heap_kind(size, true, options_), kAnyWaste)) return b;
-    if (set.plain) return nullptr;
+    if (set.whole) return nullptr;  // what was mapped before is no allocation of its own
   }
   std::int64_t most_waste = waste == HitWaste::kAny ? kAnyWaste : 0;
   if (waste == HitWaste::kUsual) most_waste = static_cast<std::int64_t>(policy({}).hit_waste().n);
