@@ -121,6 +121,15 @@ struct BlockInfo {
   std::shared_ptr<const void> context;
 };
 
+// What stands behind a live block: for whoever registers its memory with a network card or a library.
+// It stays as it is while the block lives, except when the block is first shared between processes.
+struct BlockMemory {
+  AddrRange block;
+  std::vector<AddrRange> handles;  // whole ones, side by side; plain: its device allocation
+  bool plain = false;
+  bool exportable = false;  // as file descriptors, one a handle
+};
+
 // A contiguous run of memory of one heap: what the map and unmap events of the history add up to, or
 // one plain device allocation. Its blocks, which tile it, are blocks[first .. first + count) of the
 // layout.
@@ -285,6 +294,8 @@ class DeviceAllocator {
 
   // The contiguous run of memory of one heap that `address` lies in, or nothing where none stands.
   std::optional<AddrRange> segment_of(DeviceAddr address) const GPUMEMX_EXCLUDES(mu_);
+  // What the live block that `address` lies in stands on, or nothing where there is none.
+  std::optional<BlockMemory> memory_behind(DeviceAddr address) const GPUMEMX_EXCLUDES(mu_);
   // About the largest block that can be had without more memory from the device. Waits for nothing.
   Bytes largest_cached() const GPUMEMX_EXCLUDES(mu_);
 

@@ -198,6 +198,26 @@ std::optional<AddrRange> DeviceAllocator::segment_of(DeviceAddr address) const {
   return AddrRange{first->begin, last->end() - first->begin};
 }
 
+std::optional<BlockMemory> DeviceAllocator::memory_behind(DeviceAddr address) const {
+  MutexLock lock(mu_);
+  const AllFronts closed(*this);
+  const Region* region = books_.arena.region_of(address);
+  if (region == nullptr) return std::nullopt;
+  const Block* block = region->block_covering(address, books_.blocks);
+  if (block == nullptr || block->state != BlockState::kLive) return std::nullopt;
+  BlockMemory memory{{block->begin, block->size}, {}, region->plain, false};
+  if (region->plain) {
+    memory.handles.push_back(region->range);
+    return memory;
+  }
+  memory.exportable = driver_.traits().exportable;
+  for (DeviceAddr a = block->begin; a < block->end(); a = memory.handles.back().end()) {
+    const Mapping* mapping = region->mapping_at(a);
+    memory.handles.push_back({mapping->begin, mapping->size()});
+  }
+  return memory;
+}
+
 Bytes DeviceAllocator::largest_cached() const {
   MutexLock lock(mu_);
   const AllFronts closed(*this);

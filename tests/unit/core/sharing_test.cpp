@@ -761,6 +761,36 @@ TEST_F(AtAddressTest, ASegmentIsARunOfMemory) {
   allocator_->release_pool(pool);
 }
 
+TEST_F(AtAddressTest, ABlockTellsWhatItStandsOn) {
+  const DeviceAddr a = alloc(100_MiB + 512_B);
+  const auto behind = allocator_->memory_behind(a + 7_MiB);
+  ASSERT_TRUE(behind);
+  EXPECT_EQ(behind->block, (AddrRange{a, 100_MiB + 512_B}));
+  EXPECT_FALSE(behind->plain);
+  EXPECT_TRUE(behind->exportable);
+  ASSERT_GT(behind->handles.size(), 1u);
+  EXPECT_LE(behind->handles.front().begin, a);
+  EXPECT_GE(behind->handles.back().end(), a + 100_MiB + 512_B);
+  for (std::size_t i = 1; i < behind->handles.size(); ++i) {
+    EXPECT_EQ(behind->handles[i].begin, behind->handles[i - 1].end());
+  }
+  // However much comes and goes beside it.
+  for (int i = 0; i < 5; ++i) free(alloc_many(40, 33_MiB));
+  EXPECT_EQ(allocator_->memory_behind(a)->handles, behind->handles);
+  EXPECT_EQ(allocator_->memory_behind(a + 200_MiB), std::nullopt);
+  free(a);
+  EXPECT_EQ(allocator_->memory_behind(a), std::nullopt);
+
+  const PoolId pool = allocator_->create_pool({.plain = true});
+  const DeviceAddr plain = alloc(3_MiB, permanent(main_), pool);
+  const auto one = allocator_->memory_behind(plain);
+  ASSERT_TRUE(one);
+  EXPECT_TRUE(one->plain);
+  EXPECT_EQ(one->handles, (std::vector<AddrRange>{{plain, 20_MiB}}));
+  free(plain);
+  allocator_->release_pool(pool);
+}
+
 TEST_F(AtAddressTest, TheLargestCachedIsWhatIdleHandlesMakeUp) {
   EXPECT_EQ(allocator_->largest_cached(), 0_B);
   const std::vector<DeviceAddr> blocks = alloc_many(4, 64_MiB);
