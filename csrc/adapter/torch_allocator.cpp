@@ -504,6 +504,14 @@ void* TorchAllocator::getBaseAllocation(void* ptr, std::size_t* size) {
   return pointer_to(segment->begin);
 }
 
+std::optional<std::pair<int, BlockMemory>> TorchAllocator::memory_behind(DeviceAddr address) const {
+  const int device = devices_.owner_of(address);
+  if (device < 0) return std::nullopt;
+  auto memory = devices_.if_open(device)->allocator->memory_behind(address);
+  if (!memory) return std::nullopt;
+  return std::pair{device, *std::move(memory)};
+}
+
 // --- history, and what follows the allocator's events
 
 torch_alloc::SnapshotInfo TorchAllocator::snapshot(c10::MempoolId_t pool, bool include_traces) {

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gpumemx._analyze import Analysis, analyze
     from gpumemx._replay import CardVerdict, ReplayResult, replay
     from gpumemx.allocator import Setting, install_allocator, is_installed, settings
+    from gpumemx.behind import MemoryBehind, memory_behind
     from gpumemx.oom import OomHolder, OomReport, dump_on_oom, last_oom
     from gpumemx.pressure import MemoryPressure, PressureCallback, on_memory_pressure
     from gpumemx.recovery import Recovered, Retry, oom_guard, recover, retry_on_oom
@@ -60,6 +61,8 @@ __all__ = [  # noqa: RUF022  # in the order of the README
     "oom_guard",
     "retry_on_oom",
     "Retry",
+    "memory_behind",
+    "MemoryBehind",
     "replay",
     "ReplayResult",
     "CardVerdict",
@@ -101,6 +104,8 @@ _MODULES = {
     "oom_guard": "gpumemx.recovery",
     "retry_on_oom": "gpumemx.recovery",
     "Retry": "gpumemx.recovery",
+    "MemoryBehind": "gpumemx.behind",
+    "memory_behind": "gpumemx.behind",
     "CardVerdict": "gpumemx._replay",
     "ReplayResult": "gpumemx._replay",
     "replay": "gpumemx._replay",

@@ -119,6 +119,9 @@ class Adapter(Protocol):
     def on_memory_pressure(
         self, callback: Callable[[int, int, int, int, int, int], bool]
     ) -> None: ...
+    def memory_behind(
+        self, address: int
+    ) -> tuple[int, int, int, list[tuple[int, int]], bool, bool] | None: ...
     def paths(self, device: int) -> dict[str, int]: ...
     def Scope(self, device: int, from_start: bool = False) -> Scope: ...  # noqa: N802
 

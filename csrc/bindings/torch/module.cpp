@@ -246,6 +246,22 @@ PYBIND11_MODULE(GPUMEMX_TORCH_MODULE, m) {
       },
       py::arg("device"), py::arg("wait") = true, "Give cached memory back to the device.");
   m.def(
+      "memory_behind",
+      [](std::uintptr_t address) -> py::object {
+        const auto found = adapter::installed()->memory_behind(DeviceAddr{address});
+        if (!found) return py::none();
+        py::list handles;
+        for (const AddrRange& h : found->second.handles) {
+          handles.append(py::make_tuple(h.begin.n, h.size.n));
+        }
+        const AddrRange& block = found->second.block;
+        return py::make_tuple(found->first, block.begin.n, block.size.n, handles,
+                              found->second.plain, found->second.exportable);
+      },
+      py::arg("address"),
+      "Of the live block there: device, address, size, handles as pairs of address and size, whether "
+      "it is plain, whether handles can be exported; or None. REQUIRES: is_installed().");
+  m.def(
       "paths", [](int device) { return paths(DeviceView(device).stats()); }, py::arg("device"),
       "How often each way of serving a request was taken.");
   m.def(
