@@ -5,7 +5,10 @@
 #include <c10/cuda/CUDAFunctions.h>
 
 #include <algorithm>
+#include <iterator>
 
+#include "adapter/blas_workspaces.hpp"
+#include "adapter/pool_names.hpp"
 #include "monitor/summary.hpp"
 
 namespace gpumemx::adapter {
@@ -27,7 +30,74 @@ int known_devices() {
   return torchs_own() == nullptr ? 0 : c10::cuda::device_count();
 }
 
+// The segments of torch's own allocator. REQUIRES: it has started.
+std::vector<torch_alloc::SegmentInfo> segments_of(torch_alloc::CUDAAllocator& torch) {
+  return torch.snapshot({0, 0}, /*include_traces=*/false).segments;
+}
+
+// The part of the report that only torch's list of its blocks tells.
+void add_segments(DeviceReport& report, int device, torch_alloc::CUDAAllocator& torch) {
+  MemoryReport& m = report.memory;
+  const auto workspaces = blas_workspaces();
+  if (workspaces) report.workspaces = Bytes{};
+  std::map<c10::MempoolId_t, PoolShare> pools;
+  for (const torch_alloc::SegmentInfo& segment : segments_of(torch)) {
+    if (segment.device != device) continue;
+    const bool in_pool = segment.owner_private_pool_id != c10::MempoolId_t{0, 0};
+    DeviceAddr at{segment.address};
+    Bytes live, inactive;
+    for (const torch_alloc::BlockInfo& block : segment.blocks) {
+      const Bytes size{block.size};
+      if (block.allocated) {
+        live += size;
+        m.figures.live_requested += {block.requested_size};
+        if (workspaces && std::binary_search(workspaces->begin(), workspaces->end(), at)) {
+          *report.workspaces += size;
+        }
+      }
+      if (!block.active) inactive += size;
+      at = at + size;
+    }
+    if (in_pool) {
+      PoolShare& pool = pools[segment.owner_private_pool_id];
+      pool.users = 1;
+      pool.reserved += {segment.total_size};
+      pool.live += live;
+      m.figures.in_private_pools += {segment.total_size};
+    } else if (segment.is_expandable || inactive.n == segment.total_size) {
+      m.releasable += inactive;
+    }
+  }
+  for (const auto& [name, pool] : pools) {
+    m.pools.push_back(pool);
+    report.pool_names.push_back(name);
+  }
+  m.releasable = std::min(m.releasable, m.figures.idle);
+  m.releasable_by_waiting = m.releasable;
+  m.held_by.live = m.figures.held;
+  // Read a moment apart.
+  m.figures.live_requested = std::min(m.figures.live_requested, m.figures.live);
+}
+
 }  // namespace
+
+std::vector<AddrRange> address_ranges() {
+  std::vector<AddrRange> ranges;
+  const DeviceRegistry& devices = DeviceRegistry::instance();
+  for (int i = 0; i < DeviceRegistry::kMaxDevices && installed() != nullptr; ++i) {
+    const Device* device = devices.if_open(i);
+    if (device == nullptr) continue;
+    const auto own = device->allocator->address_ranges();
+    ranges.insert(ranges.end(), own.begin(), own.end());
+  }
+  torch_alloc::CUDAAllocator* torch = installed() != nullptr ? installed()->earlier() : torchs_own();
+  if (torch != nullptr) {
+    for (const torch_alloc::SegmentInfo& segment : segments_of(*torch)) {
+      ranges.push_back({{segment.address}, {segment.total_size}});
+    }
+  }
+  return ranges;
+}
 
 int current_device() {
   const int count = known_devices();
@@ -67,6 +137,34 @@ MemoryFigures DeviceView::figures() const {
   return f;
 }
 
+DeviceReport DeviceView::report() const {
+  DeviceReport report;
+  if (ours_ == nullptr) {
+    report.memory.figures = figures();
+    if (auto* torch = torchs_own()) add_segments(report, device_, *torch);
+    return report;
+  }
+  const auto workspaces = blas_workspaces();
+  DeviceAllocator& allocator = *ours_->allocator;
+  report.memory = allocator.memory_report();
+  for (const PoolShare& pool : report.memory.pools) {
+    report.pool_names.push_back(
+        PoolNames::instance().of(static_cast<c10::DeviceIndex>(device_), pool.pool));
+  }
+  if (workspaces) {
+    Bytes size;
+    for (const DeviceAddr address : *workspaces) {
+      if (const auto block = allocator.find_block(address)) size += block->size;
+    }
+    report.workspaces = std::min(size, report.memory.figures.live);
+  }
+  if (torch_alloc::CUDAAllocator* torch = installed() == nullptr ? nullptr : installed()->earlier()) {
+    const auto stats = torch->getDeviceStats(static_cast<c10::DeviceIndex>(device_));
+    report.earlier = std::min(bytes(stats.reserved_bytes[0].current), report.memory.figures.others);
+  }
+  return report;
+}
+
 std::string DeviceView::summary() const {
   std::string note;
   if (!exact()) {
@@ -83,12 +181,20 @@ std::string DeviceView::summary() const {
 }
 
 TrimReport DeviceView::trim(Bytes target, bool wait) const {
-  if (ours_ != nullptr) return ours_->allocator->trim({std::nullopt, target, wait});
+  if (ours_ != nullptr) {
+    return ours_->allocator->trim({std::nullopt, target, wait, /*predict=*/target.n == 0});
+  }
   TrimReport report;
   torch_alloc::CUDAAllocator* torch = torchs_own();
   if (torch == nullptr) return report;
   const MemoryFigures before = figures();
   const bool is_enough = target.n != 0 && before.reserved <= target;
+  if (target.n == 0) {
+    DeviceReport expected;
+    expected.memory.figures = before;
+    add_segments(expected, device_, *torch);
+    report.predicted = expected.memory.releasable;
+  }
   if (!is_enough) torch->emptyCache({0, 0});
   const MemoryFigures after = is_enough ? before : figures();
   report.released = before.reserved - std::min(before.reserved, after.reserved);

@@ -40,6 +40,7 @@ struct MemoryFigures {
   Bytes cap;  // ~0: none
   Bytes reserved;
   Bytes live;          // in blocks of the caller
+  Bytes live_requested;  // what was asked for in them: the rest of `live` is rounding
   Bytes pending;       // freed, still used by recorded streams
   Bytes held;          // free parts of handles that are in use
   Bytes idle_pending;  // idle handles whose last use is not known complete
