@@ -180,28 +180,68 @@ std::string DeviceView::summary() const {
   return summary_table(device_, exact() ? "gpumemx" : "torch", figures(), note);
 }
 
+namespace {
+
+// What emptying torch's own cache should bring, and then what it did.
+class Expected {
+ public:
+  Expected(const DeviceView& view, torch_alloc::CUDAAllocator& torch) {
+    report_.memory.figures = view.figures();
+    add_segments(report_, view.device(), torch);
+  }
+  const MemoryFigures& figures() const { return report_.memory.figures; }
+
+  // `is_enough`: nothing was to go.
+  TrimReport compare_with(const MemoryFigures& after, bool is_enough) const {
+    TrimReport report;
+    report.predicted = is_enough ? Bytes{} : report_.memory.releasable;
+    report.released = figures().reserved - std::min(figures().reserved, after.reserved);
+    report.live = after.live + after.pending;
+    report.held = after.held + (is_enough ? Bytes{} : after.idle);
+    report.wanted = is_enough ? after.idle : Bytes{};
+    return report;
+  }
+
+ private:
+  DeviceReport report_;
+};
+
+}  // namespace
+
 TrimReport DeviceView::trim(Bytes target, bool wait) const {
   if (ours_ != nullptr) {
     return ours_->allocator->trim({std::nullopt, target, wait, /*predict=*/target.n == 0});
   }
-  TrimReport report;
   torch_alloc::CUDAAllocator* torch = torchs_own();
-  if (torch == nullptr) return report;
-  const MemoryFigures before = figures();
-  const bool is_enough = target.n != 0 && before.reserved <= target;
-  if (target.n == 0) {
-    DeviceReport expected;
-    expected.memory.figures = before;
-    add_segments(expected, device_, *torch);
-    report.predicted = expected.memory.releasable;
-  }
+  if (torch == nullptr) return {};
+  const Expected before(*this, *torch);
+  const bool is_enough = target.n != 0 && before.figures().reserved <= target;
   if (!is_enough) torch->emptyCache({0, 0});
-  const MemoryFigures after = is_enough ? before : figures();
-  report.released = before.reserved - std::min(before.reserved, after.reserved);
-  report.live = after.live + after.pending;
-  report.held = after.held + (is_enough ? Bytes{} : after.idle);
-  report.wanted = is_enough ? after.idle : Bytes{};
-  return report;
+  return before.compare_with(figures(), is_enough);
+}
+
+std::vector<std::pair<int, TrimReport>> clear_caches(bool wait) {
+  std::vector<std::pair<int, TrimReport>> reports;
+  if (installed() != nullptr) {
+    for (int i = 0; i < known_devices(); ++i) {
+      const DeviceView view(i);
+      if (view.figures().reserved.n != 0) reports.emplace_back(i, view.clear_cache(wait));
+    }
+    return reports;
+  }
+  torch_alloc::CUDAAllocator* torch = torchs_own();
+  if (torch == nullptr) return reports;
+  // It empties them all at once.
+  std::vector<std::pair<int, Expected>> before;
+  for (int i = 0; i < known_devices(); ++i) {
+    Expected here(DeviceView(i), *torch);
+    if (here.figures().reserved.n != 0) before.emplace_back(i, std::move(here));
+  }
+  torch->emptyCache({0, 0});
+  for (const auto& [i, here] : before) {
+    reports.emplace_back(i, here.compare_with(DeviceView(i).figures(), /*is_enough=*/false));
+  }
+  return reports;
 }
 
 Stats DeviceView::stats() const { return ours_ != nullptr ? ours_->allocator->stats() : Stats{}; }

@@ -58,6 +58,9 @@ class DeviceView {
   Device* ours_;
 };
 
+// The same as DeviceView::clear_cache() for every device that has memory. Its index, and what came of it.
+std::vector<std::pair<int, TrimReport>> clear_caches(bool wait);
+
 // A scope on one device, of either allocator. With torch's own the peak inside is known only when it
 // is a new peak of the process; else it is the larger of the two ends, which may be too low; and of
 // the driver's calls only cudaMalloc and cudaFree are counted, without their time.

@@ -65,7 +65,8 @@ std::string state_in_words(const MemoryFigures& f) {
            " is cached but tied to something in use, so it can't be given back.";
   }
   if (cached.n * 10 > f.reserved.n) {
-    return format_bytes(cached) + " is cached; clear_cache() would give it back.";
+    return format_bytes(cached) + " is cached; clear_cache() would give " +
+           (f.idle_pending.n == 0 ? "it" : format_bytes(f.idle) + " of it") + " back.";
   }
   return "Nearly all that is reserved is in use.";
 }

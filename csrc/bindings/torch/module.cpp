@@ -310,6 +310,13 @@ PYBIND11_MODULE(GPUMEMX_TORCH_MODULE, m) {
       },
       py::arg("device"), py::arg("wait") = false, "Give cached memory back to the device.");
   m.def(
+      "clear_caches",
+      [](bool wait) {
+        const py::gil_scoped_release release;
+        return adapter::clear_caches(wait);
+      },
+      py::arg("wait") = false, "The same for all devices that have memory, with their indices.");
+  m.def(
       "paths", [](int device) { return paths(DeviceView(device).stats()); }, py::arg("device"),
       "How often each way of serving a request was taken.");
   m.def(
