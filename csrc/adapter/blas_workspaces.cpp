@@ -62,11 +62,11 @@ std::optional<std::vector<DeviceAddr>> blas_workspaces() {
   return found;
 }
 
-bool plant_blas_workspace(std::uint64_t stream, c10::DataPtr memory) {
+bool plant_blas_workspace(c10::DataPtr memory) {
   auto& kept = at::cuda::cublas_handle_stream_to_workspace();
   const std::unique_lock lock(kept.mutex);
-  void* key = reinterpret_cast<void*>(stream);  // NOLINT: a number is all it is
-  memory_of(kept.map[{nullptr, key}]) = std::move(memory);
+  void* handle = memory.get();  // any that is nobody else's
+  memory_of(kept.map[{handle, nullptr}]) = std::move(memory);
   return true;
 }
 
@@ -77,7 +77,7 @@ bool plant_blas_workspace(std::uint64_t stream, c10::DataPtr memory) {
 namespace gpumemx::adapter {
 
 std::optional<std::vector<DeviceAddr>> blas_workspaces() { return std::nullopt; }
-bool plant_blas_workspace(std::uint64_t, c10::DataPtr) { return false; }
+bool plant_blas_workspace(c10::DataPtr) { return false; }
 
 }  // namespace gpumemx::adapter
 

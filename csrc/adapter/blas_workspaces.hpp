@@ -17,8 +17,8 @@ namespace gpumemx::adapter {
 // Starts no CUDA. REQUIRES: Python's lock is not held (a thread may wait for it inside cuBLAS's set-up).
 std::optional<std::vector<DeviceAddr>> blas_workspaces();
 
-// As if cuBLAS had been used on a stream of this number, for tests on machines without it. False where
-// blas_workspaces() knows nothing.
-bool plant_blas_workspace(std::uint64_t stream, c10::DataPtr memory);
+// As if it were a workspace, for tests on machines without cuBLAS. False where blas_workspaces() knows
+// nothing.
+bool plant_blas_workspace(c10::DataPtr memory);
 
 }  // namespace gpumemx::adapter

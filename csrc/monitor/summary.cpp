@@ -73,6 +73,9 @@ std::string state_in_words(const MemoryFigures& f) {
 
 std::string describe(const TrimReport& r) {
   std::string out = format_bytes(r.released) + " given back";
+  if (r.predicted != r.released && r.predicted.n != 0) {
+    out += " (" + format_bytes(r.predicted) + " was expected)";
+  }
   const struct {
     Bytes size;
     const char* why;

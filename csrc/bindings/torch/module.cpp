@@ -234,7 +234,7 @@ void bind_simulated(py::module_& m) {
     auto& allocator = *adapter::installed();
     void* ptr = allocator.allocate_on(static_cast<c10::DeviceIndex>(device), nbytes, stream);
     return adapter::plant_blas_workspace(
-        stream_id, {ptr, ptr, allocator.raw_deleter(), {c10::kCUDA, static_cast<c10::DeviceIndex>(device)}});
+        {ptr, ptr, allocator.raw_deleter(), {c10::kCUDA, static_cast<c10::DeviceIndex>(device)}});
   });
   struct Opened {
     std::shared_ptr<void> memory;
