@@ -177,7 +177,9 @@ std::string DeviceView::summary() const {
   } else if (installed()->was_late()) {
     note = "Blocks from before the late installation belong to torch's own allocator: others.";
   }
-  return summary_table(device_, exact() ? "gpumemx" : "torch", figures(), note);
+  const DeviceReport all = report();
+  return summary_table(device_, exact() ? "gpumemx" : "torch", all.memory,
+                       all.workspaces.value_or(Bytes{}), note);
 }
 
 namespace {
