@@ -90,7 +90,8 @@ std::vector<AddrRange> address_ranges() {
     const auto own = device->allocator->address_ranges();
     ranges.insert(ranges.end(), own.begin(), own.end());
   }
-  torch_alloc::CUDAAllocator* torch = installed() != nullptr ? installed()->earlier() : torchs_own();
+  torch_alloc::CUDAAllocator* torch =
+      installed() != nullptr ? installed()->earlier() : torchs_own();
   if (torch != nullptr) {
     for (const torch_alloc::SegmentInfo& segment : segments_of(*torch)) {
       ranges.push_back({{segment.address}, {segment.total_size}});
@@ -158,7 +159,8 @@ DeviceReport DeviceView::report() const {
     }
     report.workspaces = std::min(size, report.memory.figures.live);
   }
-  if (torch_alloc::CUDAAllocator* torch = installed() == nullptr ? nullptr : installed()->earlier()) {
+  if (torch_alloc::CUDAAllocator* torch =
+          installed() == nullptr ? nullptr : installed()->earlier()) {
     const auto stats = torch->getDeviceStats(static_cast<c10::DeviceIndex>(device_));
     report.earlier = std::min(bytes(stats.reserved_bytes[0].current), report.memory.figures.others);
   }

@@ -76,8 +76,6 @@ std::string memory_summary(int device) {
 
 Released clear_cache(int device, bool wait) { return trim(device, {}, wait); }
 
-Released trim_to(std::uint64_t bytes, int device, bool wait) {
-  return trim(device, {bytes}, wait);
-}
+Released trim_to(std::uint64_t bytes, int device, bool wait) { return trim(device, {bytes}, wait); }
 
 }  // namespace gpumemx

@@ -2,6 +2,8 @@
 #include "core/memory_report.hpp"
 
 #include <algorithm>
+#include <map>
+#include <optional>
 #include <unordered_set>
 
 #include "core/allocator.hpp"
@@ -65,20 +67,23 @@ Bytes DeviceAllocator::releasable(bool wait) const {
   // Blocks that are pending on streams are free after a wait.
   std::optional<MappingsInUse> in_use;
   if (waits && !pending_.empty()) in_use.emplace(*this);
-  const auto is_used = [&](const Mapping& m) {
-    return in_use ? in_use->has(&m) : m.uses != 0;
-  };
+  const auto is_used = [&](const Mapping& m) { return in_use ? in_use->has(&m) : m.uses != 0; };
   const auto is_dropped = [&](const Handle& h) {  // with all its mappings
     for (const Mapping* m = h.aliases; m != nullptr; m = m->next_alias) {
       if (!is_done(m->last_use)) return false;
     }
     return true;
   };
+  std::map<PoolId, const PrivatePool*> dissolving;
+  for (const auto& [id, pool] : pools_) {
+    if (pool.users == 0 && std::all_of(pool.until.begin(), pool.until.end(), is_done)) {
+      dissolving[id] = &pool;
+    }
+  }
   const auto goes_with_its_pool = [&](const Handle& h, const HeapSet& set) {
-    const auto found = pools_.find(set.pool);
-    if (found == pools_.end() || found->second.users > 0) return false;
-    const PrivatePool& pool = found->second;
-    if (!std::all_of(pool.until.begin(), pool.until.end(), is_done)) return false;
+    const auto found = dissolving.find(set.pool);
+    if (found == dissolving.end()) return false;
+    const PrivatePool& pool = *found->second;
     if (h.kept && captures) return false;
     const Stamp& used = h.home->last_use;
     return is_done(used) ||

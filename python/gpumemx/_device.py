@@ -28,15 +28,15 @@ def device_index(device: Device) -> int:
     Parameters
     ----------
     device
-        An index, ``"cuda"``, ``"cuda:1"``, a ``torch.device``, or a UUID as ``nvidia-smi -L`` lists it
-        (``"GPU-..."``, ``"MIG-..."``), which may be cut short; None or no index for the current
+        An index, ``"cuda"``, ``"cuda:1"``, a ``torch.device``, or a UUID as ``nvidia-smi -L`` lists
+        it (``"GPU-..."``, ``"MIG-..."``), which may be cut short; None or no index for the current
         device, which is 0 before CUDA has started.
 
     Raises
     ------
     ValueError
-        It is negative, names something else than a CUDA device, or is no UUID of one that this process
-        sees.
+        It is negative, names something else than a CUDA device, or is no UUID of one that this
+        process sees.
     TypeError
         It is of another type.
     """
@@ -83,9 +83,7 @@ def _index_of(name: str) -> int:
     if cuda is not None:
         # CUDA names a MIG device and a whole one alike, without what is in front.
         kind = name[:4]
-        uuids = [
-            f"{kind}{cuda.get_device_properties(i).uuid}" for i in range(cuda.device_count())
-        ]
+        uuids = [f"{kind}{cuda.get_device_properties(i).uuid}" for i in range(cuda.device_count())]
     else:
         try:
             uuids = _nvml.visible_here()

@@ -3,9 +3,11 @@
 
 The allocator knows what it has reserved, to the byte; the driver how much of the card is free, and
 which addresses of this process have memory behind them; NVML how much each process has taken. What
-none of them explains is a figure of its own. What one of them does not tell is None, with the reason.
+none of them explains is a figure of its own. What one of them does not tell is None, with the
+reason.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -33,10 +35,10 @@ class PoolMemory:
 class MemoryInfo:
     """One device's memory at one moment, in bytes.
 
-    ``total = reserved + others + free``, ``reserved = live + pending + cached + held`` and ``others =
-    earlier + context + processes + unexplained``, to the byte; what is unknown (None) is part of
-    `unexplained`. Where the device could not be asked (`device_known` is False) `total`, `others` and
-    `free` are 0.
+    ``total = reserved + others + free``, ``reserved = live + pending + cached + held`` and ``others
+    = earlier + context + processes + unexplained``, to the byte; what is unknown (None) is part of
+    `unexplained`. Where the device could not be asked (`device_known` is False) `total`, `others`
+    and `free` are 0.
     """
 
     device: int
@@ -72,7 +74,8 @@ class MemoryInfo:
     waiting_on: Mapping[int, int] = field(default_factory=dict)
     """`waiting` by the stream of that work."""
     held_by: Mapping[str, int] = field(default_factory=dict)
-    """`held` by what holds it: ``live`` blocks beside it, ``pending`` ones, or private ``pools``."""
+    """`held` by what holds it: ``live`` blocks beside it, ``pending`` ones, or private
+    ``pools``."""
     pools: tuple[PoolMemory, ...] = ()
     """The private pools."""
     in_pools: int = 0
@@ -156,7 +159,7 @@ def why_nothing(adapter: _adapter.Adapter) -> str:
 
 
 def device_count() -> int:
-    """Return how many devices CUDA shows this process, as far as can be told without starting it."""
+    """Return how many devices CUDA shows this process, as far as is known before it starts."""
     adapter, _ = _adapter.current()
     if adapter is not None and adapter.cuda_started():
         count = 0
@@ -201,9 +204,7 @@ def _read_once(adapter: _adapter.Adapter | None, reason: str, index: int) -> Mem
     if not known.get("device_known") and total:
         known.update(device_known=True, total=total, free=free)
         known["others"] = total - free - known.get("reserved", 0)
-    has_context = known.get("reserved", 0) > 0 or (
-        driver is not None and driver.has_context(index)
-    )
+    has_context = known.get("reserved", 0) > 0 or (driver is not None and driver.has_context(index))
     known.update(_of_others(known, index, users, outside, has_context))
     if known.get("reserved", 0) == 0 and (known["context"] or 0) > 0:
         known["note"] = (
@@ -218,10 +219,7 @@ def _of_allocator(adapter: _adapter.Adapter, index: int) -> dict[str, Any]:
     if not f["device_known"] and f["reserved"] == 0:
         return {"note": why_nothing(adapter)}
     ours = adapter.is_installed()
-    if ours:
-        note = _LATE_NOTE if f["earlier"] else ""
-    else:
-        note = _TORCH_NOTE
+    late = _LATE_NOTE if f["earlier"] else ""
     return {
         "allocator": "gpumemx" if ours else "torch",
         "total": f["device_total"],
@@ -250,7 +248,7 @@ def _of_allocator(adapter: _adapter.Adapter, index: int) -> dict[str, Any]:
         "largest_free": f["largest_free"],
         "cap": f["cap"],
         "device_known": f["device_known"],
-        "note": note,
+        "note": late if ours else _TORCH_NOTE,
         "state": f["state"],
     }
 
@@ -260,10 +258,8 @@ def _ask_nvml(index: int) -> tuple[list[GpuProcess] | str, int, int]:
     total = free = 0
     try:
         handle = _nvml.handle_of(index)
-        try:
+        with contextlib.suppress(Unavailable):
             total, free = _nvml.memory(handle)
-        except Unavailable:
-            pass
         return _nvml.processes(handle), total, free
     except Unavailable as reason:
         return str(reason), total, free

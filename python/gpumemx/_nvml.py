@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What NVML knows of the cards: their memory, who uses it, and which of them CUDA shows as which.
 
-Everything here raises `Unavailable` with one sentence where NVML does not answer, whatever the reason:
-no library, no package, an old driver, a container, a card that tells nothing. Callers say "unknown"
-then. NVML is started at the first question and needs no CUDA.
+Everything here raises `Unavailable` with one sentence where NVML does not answer, whatever the
+reason: no library, no package, an old driver, a container, a card that tells nothing. Callers say
+"unknown" then. NVML is started at the first question and needs no CUDA.
 
 Which card CUDA calls 0 is for CUDA to say. Once it has started its own UUIDs are taken; before,
 CUDA_VISIBLE_DEVICES is read as the driver reads it (`visible`). NVML's indices are used for nothing
@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 
-class Unavailable(Exception):
+class Unavailable(Exception):  # noqa: N818  # the reason is what it is for
     """NVML does not tell. The text is the reason, without a full stop."""
 
 
@@ -129,8 +129,8 @@ def visible(text: str | None, cards: Sequence[Card], *, by_bus: bool = False) ->
     cards
         The machine's, in the order of the PCI bus.
     by_bus
-        Whether CUDA_DEVICE_ORDER is PCI_BUS_ID. Otherwise CUDA puts the fastest card first, which only
-        CUDA knows.
+        Whether CUDA_DEVICE_ORDER is PCI_BUS_ID. Otherwise CUDA puts the fastest card first, which
+        only CUDA knows.
 
     Raises
     ------
@@ -139,10 +139,10 @@ def visible(text: str | None, cards: Sequence[Card], *, by_bus: bool = False) ->
 
     Notes
     -----
-    As the driver and torch have it: a list is of numbers or of UUIDs, each of which may be cut short
-    as long as it means one device. It ends before the first entry that means none (-1 is a common
-    one); an entry that is there twice leaves no device at all. A card with MIG on stands for its first
-    MIG device, and CUDA shows one of those and nothing else.
+    As the driver and torch have it: a list is of numbers or of UUIDs, each of which may be cut
+    short as long as it means one device. It ends before the first entry that means none (-1 is a
+    common one); an entry that is there twice leaves no device at all. A card with MIG on stands for
+    its first MIG device, and CUDA shows one of those and nothing else.
     """
     if text is not None and text.strip().startswith(("GPU-", "MIG-")):
         chosen = _by_uuid(text.strip(), cards)
@@ -257,8 +257,8 @@ def processes(handle: Any) -> list[GpuProcess]:
     found: dict[int, int | None] = {}
     for process in _ask("nvmlDeviceGetComputeRunningProcesses", handle):
         found[int(process.pid)] = _bytes(process)
-    # Processes that draw, and clients of MPS, are in lists of their own, which not all cards have. One
-    # that does both is in two.
+    # Processes that draw, and clients of MPS, are in lists of their own, which not all cards have.
+    # One that does both is in two.
     for name in (
         "nvmlDeviceGetGraphicsRunningProcesses",
         "nvmlDeviceGetMPSComputeRunningProcesses",

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Device memory of this process that its code took from the driver itself, without torch's allocator.
+"""Device memory of this process that its code took from the driver itself, without torch's
+allocator.
 
-No interface lists it. But all of it has addresses, the kernel lists which addresses the driver holds
-(/proc/self/maps), and the driver says of each address which allocation it is in. Starts no CUDA and
-makes no context; changes nothing; some 20 ms on a large card. Allocations that begin or end meanwhile
-may be missed.
+No interface lists it. But all of it has addresses, the kernel lists which addresses the driver
+holds (/proc/self/maps), and the driver says of each address which allocation it is in. Starts no
+CUDA and makes no context; changes nothing; some 20 ms on a large card. Allocations that begin or
+end meanwhile may be missed.
 """
 
 import ctypes
@@ -31,7 +32,7 @@ Range = tuple[int, int]  # begin and size
 
 @dataclass
 class Found:
-    """Allocations by device. Managed memory, which may be anywhere, and host memory do not count."""
+    """Allocations by device. Managed memory, which may be anywhere, does not count."""
 
     ranges: dict[int, list[Range]] = field(default_factory=dict)
     unknown: str = ""
@@ -62,7 +63,7 @@ class Driver:
         return count.value if self._cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else None
 
     def has_context(self, device: int) -> bool:
-        """Whether the process has the device's primary context, which is the one that torch uses."""
+        """Whether the process has the device's primary context, the one that torch uses."""
         flags, active = ctypes.c_uint(), ctypes.c_int()
         handle = ctypes.c_int()
         if self._cuda.cuDeviceGet(ctypes.byref(handle), device) != 0:

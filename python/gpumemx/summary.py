@@ -10,7 +10,6 @@ from typing import Any, overload
 from gpumemx import _adapter
 from gpumemx._device import Device, SomeDevice, device_index
 from gpumemx._memory import (
-    GpuProcess,
     MemoryInfo,
     PoolMemory,
     device_count,
@@ -18,6 +17,7 @@ from gpumemx._memory import (
     size_text,
     why_nothing,
 )
+from gpumemx._nvml import GpuProcess
 
 __all__ = [
     "GpuProcess",
@@ -88,8 +88,8 @@ def memory_info(device: Device = None) -> MemoryInfo | list[MemoryInfo]:
     -------
     MemoryInfo or list of MemoryInfo
         One, or the list of all by index. A figure that cannot be had is None, with the reason in
-        `MemoryInfo.unknown`. Before CUDA has started nothing is reserved, and NVML tells the rest. The
-        list is never empty: without a device it has one of zeros, whose `note` says why.
+        `MemoryInfo.unknown`. Before CUDA has started nothing is reserved, and NVML tells the rest.
+        The list is never empty: without a device it has one of zeros, whose `note` says why.
 
     Raises
     ------
@@ -100,9 +100,9 @@ def memory_info(device: Device = None) -> MemoryInfo | list[MemoryInfo]:
 
     Notes
     -----
-    Starts no CUDA, makes no context and imports no torch. Asks the allocator, the driver and NVML (the
-    package nvidia-ml-py), which takes some tens of milliseconds for each device; does not wait for
-    the device. Any thread, but not inside a CUDA graph's capture.
+    Starts no CUDA, makes no context and imports no torch. Asks the allocator, the driver and NVML
+    (the package nvidia-ml-py), which takes some tens of milliseconds for each device; does not wait
+    for the device. Any thread, but not inside a CUDA graph's capture.
 
     Examples
     --------
@@ -159,14 +159,14 @@ def clear_cache(
     device
         As for `memory_info`. Default: all devices that torch's allocator has memory of.
     wait
-        Wait for queued work that may still touch unused memory, and return when all of it is with the
-        driver. Otherwise that memory stays, and nothing waits for the device.
+        Wait for queued work that may still touch unused memory, and return when all of it is with
+        the driver. Otherwise that memory stays, and nothing waits for the device.
     collect
         Run Python's garbage collector first, which frees tensors in reference cycles.
     workspaces
-        First have torch drop the workspaces of cuBLAS, on all devices; the next matrix product takes
-        one anew. Not while a CUDA graph exists that was captured on a stream with a workspace from
-        before the capture: its replays would go on using it.
+        First have torch drop the workspaces of cuBLAS, on all devices; the next matrix product
+        takes one anew. Not while a CUDA graph exists that was captured on a stream with a workspace
+        from before the capture: its replays would go on using it.
 
     Returns
     -------

@@ -164,7 +164,7 @@ def test_clearing_waits_for_nothing_unless_asked() -> None:
         before = adapter.driver_figures(0)["calls"].get("wait", 0)
         r = gpumemx.clear_cache(0)
         assert (r.predicted, r.released, r.pending) == (0, 0, 64 * MIB), r
-        assert str(r) == "GPU 0: 0 B given back; 16.00 MiB in use; 64.00 MiB still used by queued work"
+        assert r.text == "0 B given back; 16.00 MiB in use; 64.00 MiB still used by queued work"
         assert adapter.driver_figures(0)["calls"].get("wait", 0) == before
         i = gpumemx.memory_info(0)
         assert (i.waiting, i.releasable, i.releasable_by_waiting) == (64 * MIB, 0, 64 * MIB), i
@@ -186,8 +186,10 @@ def test_predictions_are_kept_to_the_byte_in_random_programs() -> None:
                     wait = pick.random() < 0.5
                     expected = gpumemx.memory_info(0)
                     r = gpumemx.clear_cache(0, wait=wait)
-                    name = "releasable_by_waiting" if wait else "releasable"
-                    assert r.released == r.predicted == getattr(expected, name), (seed, step, r)
+                    assert r.released == r.predicted, (seed, step, r)
+                    # Meanwhile some work may have come to its end.
+                    least = expected.releasable_by_waiting if wait else expected.releasable
+                    assert least <= r.released <= expected.releasable_by_waiting, (seed, step, r)
                     after = gpumemx.memory_info(0)
                     assert after.reserved == expected.reserved - r.released
                     if wait: assert after.releasable_by_waiting == 0, after

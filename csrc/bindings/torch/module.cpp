@@ -301,7 +301,8 @@ PYBIND11_MODULE(GPUMEMX_TORCH_MODULE, m) {
         for (const AddrRange& range : ranges) out.emplace_back(range.begin.n, range.size.n);
         return out;
       },
-      "Begin and size of all addresses at which torch's allocator may have memory, on all devices.");
+      "Begin and size of all addresses at which torch's allocator may have memory, on all "
+      "devices.");
   m.def(
       "clear_cache",
       [](int device, bool wait) {

@@ -21,8 +21,7 @@ class MemoryReportTest : public AllocatorTest {
     Bytes pools;
     for (const PoolShare& pool : r.pools) pools += pool.reserved;
     EXPECT_EQ(f.device_total, f.reserved + f.others + f.device_free);
-    EXPECT_EQ(f.reserved,
-              f.live + f.pending + f.held + f.idle_pending + f.idle_private + f.idle);
+    EXPECT_EQ(f.reserved, f.live + f.pending + f.held + f.idle_pending + f.idle_private + f.idle);
     EXPECT_EQ(sum(r.pending_on), f.pending);
     EXPECT_EQ(sum(r.waiting_on), f.idle_pending);
     EXPECT_EQ(r.held_by.all(), f.held + f.idle_private);
