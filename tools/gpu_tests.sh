@@ -4,7 +4,7 @@
 # The tests that need a device, on a machine that has one and need not reach any network: everything
 # is built, then the contract suite of the drivers and all tests with the label gpu run; a skip counts
 # as a failure. There must be cmake, ninja, g++, CUDA's headers, GoogleTest, and a python3 with numpy,
-# pybind11 and rich. Nothing is installed and nothing is written into the checkout.
+# pybind11, rich and nvidia-ml-py. Nothing is installed and nothing is written into the checkout.
 #
 #   tools/gpu_tests.sh       all of it
 #   tools/gpu_tests.sh cpp   only the C++ library: scenarios of its interface, how programs end, what an

@@ -6,7 +6,10 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "adapter/install.hpp"
 #include "monitor/scope.hpp"
@@ -15,6 +18,18 @@ namespace gpumemx::adapter {
 
 // The device that the calling thread works on; 0 before CUDA has started.
 int current_device();
+
+// All of a device by cause. torch's own allocator does not say which streams are waited for, and what
+// clear_cache() would give back of its expandable segments is at most what is told.
+struct DeviceReport {
+  MemoryReport memory;
+  std::vector<c10::MempoolId_t> pool_names;  // torch's, of memory.pools
+  std::optional<Bytes> workspaces;           // of live: cuBLAS's; nothing: not known
+  Bytes earlier;  // not in `memory`: reserved by torch's own allocator before a late installation
+};
+
+// All addresses at which torch's allocators, ours and its own, may have memory, on all devices.
+std::vector<AddrRange> address_ranges();
 
 class DeviceView {
  public:
@@ -26,10 +41,14 @@ class DeviceView {
   // Whether either allocator has started: before, all figures are 0.
   bool started() const;
   MemoryFigures figures() const;
+  // Asks more, and may wait for a request of another thread that is inside the driver. REQUIRES: not in a
+  // capture of this thread; Python's lock is not held.
+  DeviceReport report() const;
   std::string summary() const;
   // Gives back what is cached until `target` bytes are reserved, or nothing more can go. torch's own
   // allocator knows only all or nothing.
   TrimReport trim(Bytes target, bool wait) const;
+  // All of it, and what was expected to come back. torch's own always waits.
   TrimReport clear_cache(bool wait) const { return trim({}, wait); }
   Stats stats() const;                   // zeros where gpumemx has not opened the device
   DriverFigures driver_figures() const;  // the same
@@ -38,6 +57,9 @@ class DeviceView {
   int device_;
   Device* ours_;
 };
+
+// The same as DeviceView::clear_cache() for every device that has memory. Its index, and what came of it.
+std::vector<std::pair<int, TrimReport>> clear_caches(bool wait);
 
 // A scope on one device, of either allocator. With torch's own the peak inside is known only when it
 // is a new peak of the process; else it is the larger of the two ends, which may be too low; and of

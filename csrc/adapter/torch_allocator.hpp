@@ -43,6 +43,10 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
 
   // Whether there may be blocks that `previous` allocated.
   bool was_late() const { return previous_ != nullptr; }
+  // torch's own allocator, if it has blocks from before the installation.
+  torch_alloc::CUDAAllocator* earlier() const {
+    return previous_ != nullptr && previous_->initialized() ? previous_ : nullptr;
+  }
 
   // Those of torch's settings that have work here; again when they have changed.
   void read_torch_settings();

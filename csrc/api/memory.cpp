@@ -9,7 +9,7 @@ namespace gpumemx {
 
 namespace {
 
-Released trim(int device, Bytes target) {
+Released trim(int device, Bytes target, bool wait) {
   const adapter::DeviceView view = api::device_view(device);
   Released out;
   out.device = view.device();
@@ -17,7 +17,8 @@ Released trim(int device, Bytes target) {
     out.text = "nothing to give back: nothing was allocated on this device";
     return out;
   }
-  const TrimReport report = view.trim(target, /*wait=*/true);
+  const TrimReport report = view.trim(target, wait);
+  out.predicted = report.predicted.n;
   out.released = report.released.n;
   out.live = report.live.n;
   out.held = report.held.n;
@@ -32,7 +33,9 @@ Released trim(int device, Bytes target) {
 
 MemoryInfo memory_info(int device) {
   const adapter::DeviceView view = api::device_view(device);
-  const MemoryFigures f = view.figures();
+  const adapter::DeviceReport report = view.report();
+  const MemoryReport& m = report.memory;
+  const MemoryFigures& f = m.figures;
   MemoryInfo info;
   info.device = view.device();
   info.allocator = "none";
@@ -46,6 +49,19 @@ MemoryInfo memory_info(int device) {
   info.pending = f.pending.n;
   info.cached = f.idle.n + f.idle_pending.n;
   info.held = f.held.n + f.idle_private.n;
+  info.requested = f.live_requested.n;
+  if (report.workspaces) info.workspaces = report.workspaces->n;
+  info.waiting = f.idle_pending.n;
+  info.held_by_live = m.held_by.live.n;
+  info.held_by_pending = m.held_by.pending.n;
+  info.held_by_pools = m.held_by.pools.n;
+  for (std::size_t i = 0; i < m.pools.size(); ++i) {
+    const PoolShare& pool = m.pools[i];
+    info.pools.push_back({report.pool_names[i], pool.users > 0, pool.reserved.n, pool.live.n});
+  }
+  info.in_pools = f.in_private_pools.n;
+  info.releasable = m.releasable.n;
+  info.releasable_by_waiting = m.releasable_by_waiting.n;
   info.largest_free = f.largest_free.n;
   if (f.cap.n != ~0ull) info.cap = f.cap.n;
   info.device_known = f.device_known;
@@ -58,8 +74,8 @@ std::string memory_summary(int device) {
   return text;
 }
 
-Released clear_cache(int device) { return trim(device, {}); }
+Released clear_cache(int device, bool wait) { return trim(device, {}, wait); }
 
-Released trim_to(std::uint64_t bytes, int device) { return trim(device, {bytes}); }
+Released trim_to(std::uint64_t bytes, int device, bool wait) { return trim(device, {bytes}, wait); }
 
 }  // namespace gpumemx

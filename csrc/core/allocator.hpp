@@ -32,6 +32,7 @@
 #include "base/mutex.hpp"
 #include "core/front.hpp"
 #include "core/heap.hpp"
+#include "core/memory_report.hpp"
 #include "core/miss_plan.hpp"
 #include "core/observer.hpp"
 #include "core/oom.hpp"
@@ -96,10 +97,12 @@ struct TrimRequest {
   std::optional<PoolId> pool;  // only this released private pool; default: everything that is idle
   Bytes target{};              // stop when reserved is at most this
   bool wait = true;            // wait for the work queued on the memory that goes
+  bool predict = false;        // say first what will go. REQUIRES: no pool, no target
 };
 
 // released + what stays = what was reserved. The parts that stay, by reason:
 struct TrimReport {
+  Bytes predicted;  // as TrimRequest::predict asked, before anything was done
   Bytes released;
   Bytes live;     // in use, or pending on recorded streams
   Bytes held;     // free, but on handles that something in use shares
@@ -286,6 +289,12 @@ class DeviceAllocator {
 
   // Where the bytes are now; asks the device. REQUIRES: not in a capture of this thread.
   MemoryFigures memory_figures() GPUMEMX_EXCLUDES(mu_);
+  // The same by cause, and what trim() would give back. Asks the streams how far they are, and waits for
+  // none; may wait for another thread's request that is inside the driver. O(everything).
+  // REQUIRES: not in a capture of this thread.
+  MemoryReport memory_report() GPUMEMX_EXCLUDES(work_mu_, mu_);
+  // All addresses at which memory of this allocator, or imported by it, may stand.
+  std::vector<AddrRange> address_ranges() const GPUMEMX_EXCLUDES(work_mu_, mu_);
   // The highest allocated_bytes since the last call, and starts anew from the current ones. For
   // scopes, which must not disturb the peaks of stats(); has one caller (monitor/scope.hpp).
   Bytes take_interval_peak() GPUMEMX_EXCLUDES(mu_);
@@ -575,6 +584,11 @@ class DeviceAllocator {
   void drop(const Import& import) GPUMEMX_REQUIRES(work_mu_);
   void drop_imports() GPUMEMX_EXCLUDES(work_mu_);
 
+  // memory_report.cpp
+  class MappingsInUse;
+  Bytes releasable(bool wait) const GPUMEMX_REQUIRES(work_mu_, mu_);
+  void add_causes(MemoryReport& report) const GPUMEMX_REQUIRES(mu_);
+
   // trim.cpp
   bool released_pools_have_idle() const GPUMEMX_REQUIRES(mu_);
   TrimReport trim_cache(const TrimRequest& request) GPUMEMX_EXCLUDES(work_mu_, mu_);
@@ -582,6 +596,9 @@ class DeviceAllocator {
   Bytes release_idle(Bytes target) GPUMEMX_REQUIRES(work_mu_, mu_);
   Bytes release_idle_plain(Bytes target) GPUMEMX_REQUIRES(work_mu_, mu_);
   MemoryFigures figures() const GPUMEMX_REQUIRES(mu_);
+  MemoryFigures read_figures() const GPUMEMX_REQUIRES(mu_);  // REQUIRES: all fronts are closed
+  void for_each_waiting(const std::function<void(const Stamp& last_use, Bytes size)>& visit) const
+      GPUMEMX_REQUIRES(mu_);
   void gather_layout(std::optional<PoolId> pool, MemoryLayout& out) const GPUMEMX_REQUIRES(mu_);
   void add_device(MemoryFigures& figures, const std::optional<DeviceMemory>& memory) const;
 
@@ -601,7 +618,7 @@ class DeviceAllocator {
   alignas(kCacheLine) std::atomic<int> letting_count_{0};  // threads in let_count()
   std::atomic<bool> is_inside_{false};  // one is in allocate() or free() and holds mu_
 
-  Mutex work_mu_;
+  mutable Mutex work_mu_;
   CandidateSearch search_ GPUMEMX_GUARDED_BY(work_mu_);
   int vm_failures_ GPUMEMX_GUARDED_BY(work_mu_) = 0;
   std::vector<Handle*> doomed_ GPUMEMX_GUARDED_BY(work_mu_);         // to be released by maintain()

@@ -102,6 +102,34 @@ class LayoutWriter {
 // Everything that the books know.
 MemoryFigures DeviceAllocator::figures() const {
   const AllFronts closed(*this);
+  return read_figures();
+}
+
+// What is idle, and its last use not known complete.
+void DeviceAllocator::for_each_waiting(
+    const std::function<void(const Stamp& last_use, Bytes size)>& visit) const {
+  const auto look = [&](const IdleList& list) {
+    list.for_each([&](const Handle* h) {
+      if (!h->last_use.complete()) visit(h->last_use, h->size());
+    });
+  };
+  look(books_.handles.loose());
+  for (const HeapSet* set : default_sets_) {
+    look(set->idle);
+    for (const HeapKind kind : {HeapKind::kPlainSmall, HeapKind::kPlainLarge}) {
+      const Heap* heap = set->heap_if_any(kind);
+      if (heap == nullptr) continue;
+      for (const Region* region : heap->regions()) {  // segments wait in no list
+        const Mapping* segment = region->mapping_at(region->range.begin);
+        if (segment->uses == 0 && !segment->last_use.complete()) {
+          visit(segment->last_use, segment->size());
+        }
+      }
+    }
+  }
+}
+
+MemoryFigures DeviceAllocator::read_figures() const {
   const Stats& stats = books_.stats;
   MemoryFigures v;
   v.cap = cap();
@@ -109,6 +137,8 @@ MemoryFigures DeviceAllocator::figures() const {
   v.live = current(stats.allocated_bytes);
   v.pending = current(stats.active_bytes) - v.live;
   v.held = current(stats.inactive_split_bytes);
+  v.live_requested = current(stats.requested_bytes);
+  for (const PendingBlock& p : pending_) v.live_requested -= p.block->use.requested;
   Bytes filling;
   for (const auto& entry : sets_) {
     const HeapSet* set = entry.second.get();
@@ -121,28 +151,13 @@ MemoryFigures DeviceAllocator::figures() const {
       if (set->is_private && b.state != BlockState::kVoid) v.in_private_pools += b.size;
     });
   }
-  const auto add_pending = [&](const IdleList& list) {
-    list.for_each([&](const Handle* h) {
-      if (!h->last_use.complete()) v.idle_pending += h->size();
-    });
-  };
-  add_pending(books_.handles.loose());
-  for (const HeapSet* set : default_sets_) {
-    add_pending(set->idle);
-    for (const HeapKind kind : {HeapKind::kPlainSmall, HeapKind::kPlainLarge}) {
-      const Heap* heap = set->heap_if_any(kind);
-      if (heap == nullptr) continue;
-      for (const Region* region : heap->regions()) {  // segments wait in no list
-        const Mapping* segment = region->mapping_at(region->range.begin);
-        if (segment->uses == 0 && !segment->last_use.complete()) v.idle_pending += segment->size();
-      }
-    }
-  }
+  for_each_waiting([&](const Stamp&, Bytes size) { v.idle_pending += size; });
   // A request of another thread that is inside the driver right now counts as live.
   const Bytes accounted = v.live + v.pending + v.held + v.idle_private + v.idle_pending;
   const Bytes rest = v.reserved - std::min(v.reserved, accounted);
   const Bytes in_flight = std::min(filling, rest);
   v.live += in_flight;
+  v.live_requested += in_flight;
   v.idle = rest - in_flight;
   return v;
 }

@@ -39,12 +39,13 @@ struct MemoryFigures {
 
   Bytes cap;  // ~0: none
   Bytes reserved;
-  Bytes live;          // in blocks of the caller
-  Bytes pending;       // freed, still used by recorded streams
-  Bytes held;          // free parts of handles that are in use
-  Bytes idle_pending;  // idle handles whose last use is not known complete
-  Bytes idle_private;  // idle in private pools that are in use
-  Bytes idle;          // idle handles that could be given back
+  Bytes live;            // in blocks of the caller
+  Bytes live_requested;  // what was asked for in them: the rest of `live` is rounding
+  Bytes pending;         // freed, still used by recorded streams
+  Bytes held;            // free parts of handles that are in use
+  Bytes idle_pending;    // idle handles whose last use is not known complete
+  Bytes idle_private;    // idle in private pools that are in use
+  Bytes idle;            // idle handles that could be given back
 
   Bytes in_private_pools;  // of reserved, whatever its state
   Bytes largest_free;      // the largest free block that is ready, of any stream

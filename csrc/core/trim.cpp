@@ -33,13 +33,22 @@ TrimReport DeviceAllocator::trim_cache(const TrimRequest& request) {
   TrimReport report;
   if (shut_down_) return report;
   const RelaxedCapture relaxed(driver_);
-  if (request.wait) wait_for_idle_memory();
+  if (request.wait) {
+    if (request.predict) {
+      const MutexLock work(work_mu_);
+      const MutexLock lock(mu_);
+      unpark_all();
+      report.predicted = releasable(/*wait=*/true);
+    }
+    wait_for_idle_memory();
+  }
   close_epochs();
   const MutexLock work(work_mu_);
   poll();
   const MutexLock lock(mu_);
   unpark_all();
   const Bytes before = reserved();
+  if (request.predict && !request.wait) report.predicted = releasable(/*wait=*/false);
   if (captures_.load() == 0) (void)keep_no_longer();
   (void)release_doomed();
   Bytes target = request.target;

@@ -18,26 +18,39 @@ void line(std::string& out, const char* what, Bytes size, const char* meaning, B
                   100.0 * static_cast<double>(size.n) / static_cast<double>(total.n));
   }
   std::array<char, 128> text{};
-  std::snprintf(text.data(), text.size(), "  %-10s %12s %8s  %s\n", what,
+  std::snprintf(text.data(), text.size(), "  %-13s %12s %8s  %s\n", what,
                 format_bytes(size).c_str(), share.data(), meaning);
   out += text.data();
 }
 
 }  // namespace
 
-std::string summary_table(int device, const std::string& allocator, const MemoryFigures& f,
-                          const std::string& note) {
+std::string summary_table(int device, const std::string& allocator, const MemoryReport& report,
+                          Bytes workspaces, const std::string& note) {
+  const MemoryFigures& f = report.figures;
   const Bytes total = f.device_known ? f.device_total : f.reserved;
   std::string out = "GPU " + std::to_string(device) + " memory, allocator " + allocator;
   out += f.device_known ? ", " + format_bytes(f.device_total) + " in all\n" : "\n";
+  const auto part = [&](const char* what, Bytes size, const std::string& meaning) {
+    if (size.n != 0) line(out, what, size, meaning.c_str(), total);
+  };
   line(out, "live", f.live, "in tensors", total);
+  part("  rounding", f.live - f.live_requested, "up to 512 B a tensor");
+  part("  workspaces", workspaces, "of cuBLAS, kept by torch");
   line(out, "pending", f.pending, "freed, other streams still use it", total);
   line(out, "cached", f.idle + f.idle_pending, "can be given back", total);
-  line(out, "held", f.held + f.idle_private, "cached, but tied to something in use", total);
+  part("  waiting", f.idle_pending, "once queued work is done");
+  line(out, "held", f.held + f.idle_private, "cached, tied to what is in use", total);
+  part("  by live", report.held_by.live, "beside blocks in use");
+  part("  by pending", report.held_by.pending, "beside pending blocks");
+  part("  by pools", report.held_by.pools, "in private pools");
   line(out, "reserved", f.reserved, "= live + pending + cached + held", total);
+  part("  in pools", f.in_private_pools,
+       "in " + std::to_string(report.pools.size()) +
+           (report.pools.size() == 1 ? " private pool" : " private pools"));
   if (f.device_known) {
-    line(out, "others", f.others, "context, libraries, other processes", total);
-    line(out, "free", f.device_free, "what the driver can still hand out", total);
+    line(out, "others", f.others, "all that torch did not reserve", total);
+    line(out, "free", f.device_free, "what the driver can hand out", total);
   } else {
     out += "  others, free: unknown, the device was not asked\n";
   }
@@ -65,13 +78,17 @@ std::string state_in_words(const MemoryFigures& f) {
            " is cached but tied to something in use, so it can't be given back.";
   }
   if (cached.n * 10 > f.reserved.n) {
-    return format_bytes(cached) + " is cached; clear_cache() would give it back.";
+    return format_bytes(cached) + " is cached; clear_cache() would give " +
+           (f.idle_pending.n == 0 ? "it" : format_bytes(f.idle) + " of it") + " back.";
   }
   return "Nearly all that is reserved is in use.";
 }
 
 std::string describe(const TrimReport& r) {
   std::string out = format_bytes(r.released) + " given back";
+  if (r.predicted != r.released && r.predicted.n != 0) {
+    out += " (" + format_bytes(r.predicted) + " was expected)";
+  }
   const struct {
     Bytes size;
     const char* why;

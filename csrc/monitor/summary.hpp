@@ -6,14 +6,16 @@
 #include <string>
 
 #include "core/allocator.hpp"
+#include "core/memory_report.hpp"
 #include "core/oom.hpp"
 
 namespace gpumemx {
 
 // At most 72 columns wide; the parts add up to the total. `allocator` is whose figures these are:
 // "gpumemx", "torch". `note` is a last line about what the figures leave out; may be empty.
-std::string summary_table(int device, const std::string& allocator, const MemoryFigures& figures,
-                          const std::string& note);
+// `workspaces`: of live, cuBLAS's, as far as known. Lines of causes that hold nothing are left out.
+std::string summary_table(int device, const std::string& allocator, const MemoryReport& report,
+                          Bytes workspaces, const std::string& note);
 
 // What is worth knowing about the state, in one sentence.
 std::string state_in_words(const MemoryFigures& figures);

@@ -176,7 +176,7 @@ int main(int argc, char** argv) {
     const torch::Device device(on_cpu ? torch::kCPU : torch::kCUDA);
     // What CUDA and its libraries need themselves is there once something was computed.
     (void)torch::mm(torch::ones({8, 8}, device), torch::ones({8, 8}, device)).sum().item<float>();
-    gpumemx::clear_cache();
+    gpumemx::clear_cache(gpumemx::kCurrentDevice, true);
     const gpumemx::MemoryInfo before = gpumemx::memory_info();
     std::printf("before: %.2f GiB free on the device\n", gib(before.free));
 
@@ -189,7 +189,7 @@ int main(int argc, char** argv) {
       std::cout << gpumemx::memory_summary() << '\n';
 
       server.unload_all();
-      const gpumemx::Released released = gpumemx::clear_cache();
+      const gpumemx::Released released = gpumemx::clear_cache(gpumemx::kCurrentDevice, true);
       std::printf("unloaded all: %s\n", released.text.c_str());
     }
     const gpumemx::MemoryInfo after = gpumemx::memory_info();

@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from gpumemx.oom import OomHolder, OomReport, dump_on_oom, last_oom
     from gpumemx.pressure import MemoryPressure, PressureCallback, on_memory_pressure
     from gpumemx.recovery import Recovered, Retry, oom_guard, recover, retry_on_oom
-    from gpumemx.summary import MemoryInfo, Released, clear_cache, memory_info, memory_summary
+    from gpumemx.summary import (
+        GpuProcess,
+        MemoryInfo,
+        PoolMemory,
+        Released,
+        clear_cache,
+        memory_info,
+        memory_summary,
+    )
     from gpumemx.trace import Trace, load_trace
 
 __all__ = [  # noqa: RUF022  # in the order of the README
@@ -46,6 +54,8 @@ __all__ = [  # noqa: RUF022  # in the order of the README
     "GPUMonitor",
     "memory_info",
     "MemoryInfo",
+    "PoolMemory",
+    "GpuProcess",
     "memory_summary",
     "clear_cache",
     "Released",
@@ -88,6 +98,8 @@ _MODULES = {
     "settings": "gpumemx.allocator",
     "Setting": "gpumemx.allocator",
     "MemoryInfo": "gpumemx.summary",
+    "PoolMemory": "gpumemx.summary",
+    "GpuProcess": "gpumemx.summary",
     "memory_info": "gpumemx.summary",
     "memory_summary": "gpumemx.summary",
     "clear_cache": "gpumemx.summary",

@@ -36,6 +36,24 @@ class Figures(TypedDict):
     largest_free: int
 
 
+class Report(Figures):
+    """The same by cause; csrc/core/memory_report.hpp and csrc/adapter/device_view.hpp."""
+
+    live_requested: int
+    in_private_pools: int
+    workspaces: int | None
+    earlier: int
+    pending_on: dict[int, int]
+    waiting_on: dict[int, int]
+    held_by_live: int
+    held_by_pending: int
+    held_by_pools: int
+    pools: list[tuple[tuple[int, int], bool, int, int]]
+    releasable: int
+    releasable_by_waiting: int
+    state: str
+
+
 class OomFigures(Figures):
     """One request that failed; csrc/monitor/oom_report.hpp."""
 
@@ -55,6 +73,7 @@ class OomFigures(Figures):
 
 
 class Trimmed(TypedDict):
+    predicted: int
     released: int
     live: int
     held: int
@@ -111,8 +130,10 @@ class Adapter(Protocol):
     def settings(self) -> list[Entry]: ...
     def settings_complaint(self) -> str: ...
     def memory_info(self, device: int) -> Figures: ...
-    def memory_summary(self, device: int) -> str: ...
-    def clear_cache(self, device: int, wait: bool = True) -> TrimReport: ...
+    def memory_report(self, device: int) -> Report: ...
+    def address_ranges(self) -> list[tuple[int, int]]: ...
+    def clear_cache(self, device: int, wait: bool = False) -> TrimReport: ...
+    def clear_caches(self, wait: bool = False) -> list[tuple[int, TrimReport]]: ...
     def oom_report(self, id: str) -> OomFigures | None: ...
     def last_oom(self) -> OomFigures | None: ...
     def on_out_of_memory(self, callback: Callable[[OomFigures], object]) -> None: ...

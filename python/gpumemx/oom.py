@@ -12,12 +12,14 @@ import os
 import re
 import sys
 import threading
+from collections import OrderedDict
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from gpumemx import _adapter
+from gpumemx._nvml import GpuProcess
 
 _log = logging.getLogger("gpumemx")
 
@@ -81,6 +83,10 @@ class OomReport:
     """The last driver call that failed."""
     holders: tuple[OomHolder, ...] = ()
     """The five lines that hold most, if a memory history is recorded."""
+    processes: tuple[GpuProcess, ...] = ()
+    """The other processes on the device, the largest first, when the report was first asked for."""
+    processes_unknown: str = ""
+    """Why they are not known; empty where they are."""
     advice: str = ""
     """One sentence about what would have helped; empty where nothing is known to."""
     text: str = ""
@@ -106,6 +112,10 @@ class OomReport:
             source = f", set by {self.cap_source}" if self.cap_source else ""
             lines.append(f"  cap       {_size(self.cap)}{source}")
         lines += [f"  holder    {holder}" for holder in self.holders]
+        if self.others:
+            lines += [f"  process   {_of_process(process)}" for process in self.processes]
+            if self.processes_unknown:
+                lines.append(f"  processes unknown ({self.processes_unknown})")
         if self.driver_said:
             lines.append(f"  driver    {self.driver_said}")
         if self.advice:
@@ -157,11 +167,39 @@ def attach(torch: ModuleType) -> None:
         kind.report = property(OomReport.of, doc="Why the request failed: a gpumemx.OomReport.")
 
 
+# What NVML said when a report was first asked for: it is made anew each time.
+_asked: "OrderedDict[str, tuple[tuple[GpuProcess, ...], str]]" = OrderedDict()
+_MOST_ASKED = 256
+_asked_mu = threading.Lock()
+
+
+def _processes(id: str, device: int) -> tuple[tuple[GpuProcess, ...], str]:
+    with _asked_mu:
+        if id in _asked:
+            return _asked[id]
+    from gpumemx import _memory
+
+    answer = _memory.other_processes(device)
+    with _asked_mu:
+        kept = _asked.setdefault(id, answer)
+        while len(_asked) > _MOST_ASKED:
+            _asked.popitem(last=False)
+        return kept
+
+
+def _of_process(process: GpuProcess) -> str:
+    amount = "an unknown amount" if process.bytes is None else _size(process.bytes)
+    return f"{process}: {amount}"
+
+
 def _from_figures(f: "_adapter.OomFigures") -> OomReport:
+    processes, processes_unknown = _processes(f["id"], f["device"])
     same = {field.name for field in fields(OomReport)} & set(f)
     known: dict[str, Any] = {key: value for key, value in f.items() if key in same}
     known["holders"] = tuple(OomHolder(*holder) for holder in f["holders"])
     known.update(
+        processes=processes,
+        processes_unknown=processes_unknown,
         total=f["device_total"],
         free=f["device_free"],
         cached=f["idle"] + f["idle_pending"],

@@ -112,10 +112,10 @@ SCENARIO("Before CUDA has started all questions have an answer", "[before]") {
   CHECK_FALSE(info.cap.has_value());
   CHECK(memory_summary() == "GPU 0: CUDA has not started, nothing is reserved.");
 
-  const Released released = clear_cache();
+  const Released released = clear_cache(kCurrentDevice, true);
   CHECK(sum(released) == 0);
   CHECK(released.text == "nothing to give back: nothing was allocated on this device");
-  CHECK(sum(trim_to(kGiB, 1)) == 0);
+  CHECK(sum(trim_to(kGiB, 1, true)) == 0);
 
   GPUMonitor monitor("start");
   monitor.end();
@@ -251,7 +251,7 @@ SCENARIO("A device that is not there is named", "[installed]") {
 SCENARIO("The cache goes back to the device, whole or in part", "[installed]") {
   testbed::install(kOurs);
   const Block small(1);
-  clear_cache();
+  clear_cache(kCurrentDevice, true);
   const std::uint64_t at_first = testbed::driver_free();
   const std::uint64_t reserved_at_first = memory_info().reserved;
 
@@ -265,7 +265,7 @@ SCENARIO("The cache goes back to the device, whole or in part", "[installed]") {
     REQUIRE(before.cached >= 512 * kMiB);
 
     WHEN("it is trimmed to 320 MiB") {
-      const Released released = trim_to(320 * kMiB);
+      const Released released = trim_to(320 * kMiB, kCurrentDevice, true);
       THEN("256 MiB of it stay, and the parts add up") {
         const MemoryInfo after = memory_info();
         CHECK(after.reserved <= 320 * kMiB);
@@ -280,14 +280,14 @@ SCENARIO("The cache goes back to the device, whole or in part", "[installed]") {
       }
     }
     WHEN("it is trimmed to more than there is") {
-      const Released released = trim_to(kGiB);
+      const Released released = trim_to(kGiB, kCurrentDevice, true);
       THEN("all stays") {
         CHECK(released.released == 0);
         CHECK(memory_info().reserved == before.reserved);
       }
     }
     WHEN("it is cleared") {
-      const Released released = clear_cache();
+      const Released released = clear_cache(kCurrentDevice, true);
       THEN("what is not in use is the driver's again") {
         const MemoryInfo after = memory_info();
         CHECK(after.cached == 0);
@@ -306,7 +306,7 @@ SCENARIO("The cache goes back to the device, whole or in part", "[installed]") {
 SCENARIO("A monitor tells what a part of the program did", "[installed]") {
   testbed::install(kOurs);
   const Block small(1);
-  clear_cache();
+  clear_cache(kCurrentDevice, true);
   static_assert(std::is_nothrow_move_constructible_v<GPUMonitor>);
   static_assert(!std::is_copy_constructible_v<GPUMonitor>);
 
@@ -415,7 +415,7 @@ SCENARIO("A monitor costs less than a microsecond", "[installed][cost]") {
 SCENARIO("A program is asked for memory before a request fails", "[installed]") {
   testbed::install(kOurs);
   const Block small(1);
-  clear_cache();
+  clear_cache(kCurrentDevice, true);
   auto model = std::make_unique<Block>(700 * kMiB);
   std::vector<MemoryPressure> asked;
   auto registration = on_memory_pressure([&](const MemoryPressure& pressure) {
@@ -525,7 +525,7 @@ SCENARIO("Monitors and figures may be asked from several threads", "[installed]"
         GPUMonitor monitor("thread");
         const Block block(kMiB);
         (void)memory_info();
-        if (j % 50 == 0) clear_cache();
+        if (j % 50 == 0) clear_cache(kCurrentDevice, true);
       }
     });
   }
@@ -541,7 +541,7 @@ SCENARIO("All functions work on torch's own allocator, and say what they cannot 
   testbed::install(kOurs);
   REQUIRE_FALSE(is_installed());
   const Block small(1);
-  clear_cache();
+  clear_cache(kCurrentDevice, true);
   const MemoryInfo before = memory_info();
   CHECK(before.allocator == "torch");
 
@@ -564,11 +564,11 @@ SCENARIO("All functions work on torch's own allocator, and say what they cannot 
   CHECK(contains(monitor.report(), "calls of cudaMalloc and cudaFree"));
 
   const MemoryInfo cached = memory_info();
-  const Released nothing = trim_to(kGiB);
+  const Released nothing = trim_to(kGiB, kCurrentDevice, true);
   CHECK(nothing.released == 0);
   CHECK(nothing.kept == cached.cached);
   CHECK(sum(nothing) == cached.reserved);
-  const Released released = trim_to(128 * kMiB);  // all or nothing
+  const Released released = trim_to(128 * kMiB, kCurrentDevice, true);  // all or nothing
   CHECK(released.released >= 256 * kMiB);
   CHECK(memory_info().reserved == before.reserved);
   CHECK(contains(error_text<std::out_of_range>([] { memory_info(63); }), "no CUDA device 63"));

@@ -58,7 +58,7 @@ int main() {
   const std::int64_t at_start = driver_free();
 
   load_run_destroy(1);
-  gpumemx::clear_cache();
+  gpumemx::clear_cache(gpumemx::kCurrentDevice, true);
   const std::int64_t warm = driver_free();
   const gpumemx::MemoryInfo idle = gpumemx::memory_info();
   const std::int64_t workspaces = static_cast<std::int64_t>(idle.reserved);
@@ -69,7 +69,7 @@ int main() {
   const std::int64_t before_clear = driver_free();
   whole.end();
   const auto peak = static_cast<std::int64_t>(whole.peak());
-  const gpumemx::Released released = gpumemx::clear_cache();
+  const gpumemx::Released released = gpumemx::clear_cache(gpumemx::kCurrentDevice, true);
   const std::int64_t at_end = driver_free();
   const gpumemx::MemoryInfo info = gpumemx::memory_info();
 

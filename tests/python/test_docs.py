@@ -11,7 +11,7 @@ import pytest
 from torch_tools import program
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("out-of-memory", "memory-does-not-come-back")
+PAGES = ("out-of-memory", "memory-does-not-come-back", "numbers-do-not-match-nvidia-smi")
 FUNCTIONS = [
     name
     for name in gpumemx.__all__

@@ -37,7 +37,7 @@ def test_the_trace_has_every_event_and_leads_to_the_segments() -> None:
         """
 record()
 a, b = alloc(3 * MIB), alloc(1000)
-adapter._sim_record_stream(0, a, 5)
+adapter._sim_record_stream_id(0, a, 5)
 free(a)                                # pending, until its other stream is done
 free(b)
 c = alloc(5 * MIB, device=1)

@@ -332,3 +332,52 @@ def test_the_property_is_there_when_torch_came_first() -> None:
         )
         == "unknown None None\n"
     )
+
+
+def test_other_processes_are_told_by_name() -> None:
+    failing(
+        f"""
+        import os, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from fake_nvml import FakeCard, NVMLError, put_in_place
+        adapter._sim_take(0, 5 * GIB)
+        kept = alloc(2 * GIB)
+        error = fails(3 * GIB)
+        card = FakeCard("GPU-0", processes=[(os.getpid(), 3 * GIB), (4711, 4 * GIB), (4712, None)])
+        machine = put_in_place(card, FakeCard("GPU-1"))
+        machine.names[4711] = "/usr/bin/python3 serve.py"
+        r = error.report
+        adds_up(r)
+        assert (r.cause, r.others) == ("other users", 5 * GIB), r
+        assert [(p.pid, p.name, p.bytes) for p in r.processes][0] == (4711, "python3", 4 * GIB), r
+        assert "  process   python3 (pid 4711): 4.00 GiB" in str(r), str(r)
+        assert "(pid 4712): an unknown amount" in str(r), str(r)
+        # Asked once, however often the report is looked at.
+        card.processes = []
+        assert error.report == r == gpumemx.last_oom()
+        """,
+        CUDA_VISIBLE_DEVICES="0,1",
+    )
+
+
+def test_nvml_that_fails_hides_no_error() -> None:
+    failing(
+        f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from fake_nvml import FakeCard, FakeNvml, NVMLError, put_in_place
+        adapter._sim_take(0, 5 * GIB)
+        kept = alloc(2 * GIB)
+        for broken in (NVMLError("Not Supported"), OSError("libnvidia-ml.so.1"), AssertionError()):
+            for name in FakeNvml.FUNCTIONS:
+                put_in_place(FakeCard("GPU-0", processes=[(7, GIB)])).broken[name] = broken
+                error = fails(3 * GIB)
+                r = error.report
+                adds_up(r)
+                assert r.cause == "other users" and r.processes == (), r
+                assert "  processes unknown (" in str(r), str(r)
+        sys.modules["pynvml"] = None
+        assert "nvidia-ml-py is not installed" in str(fails(3 * GIB).report)
+        """,
+        CUDA_VISIBLE_DEVICES="0",
+    )

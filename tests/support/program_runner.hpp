@@ -692,8 +692,15 @@ class ProgramRunner {
     if (op.a % 5 == 1) request.target = {reserved / 100 * (op.b % 100)};
     const auto pool = pick_pool(op.c, [](const Pool& p) { return p.released; });
     if (op.a % 5 == 2 && pool) request.pool = pools_[*pool].id;
+    request.predict = !request.pool && request.target.n == 0;
+    check_report();
     const std::uint64_t fired = gpu_.faults_fired();
     const TrimReport r = allocator_->trim(request);
+    if (request.predict && r.predicted != r.released && fired == gpu_.faults_fired() &&
+        !has_lost_events()) {
+      fail("a trim released " + std::to_string(r.released.n) + " bytes and had predicted " +
+           std::to_string(r.predicted.n));
+    }
     if ((r.released + r.live + r.held + r.pending + r.pools + r.wanted).n != reserved) {
       fail("the parts of a trim's report are not what was reserved");
     }
@@ -706,6 +713,28 @@ class ProgramRunner {
     if (r.wanted.n != 0)
       fail("a trim of everything kept idle memory: " + std::to_string(r.wanted.n));
     if (r.pending.n != 0 && !has_lost_events()) fail("a trim that waited left memory pending");
+  }
+
+  // The parts of each figure are all of it.
+  void check_report() {
+    const MemoryReport r = allocator_->memory_report();
+    const MemoryFigures& f = r.figures;
+    const auto sum = [](const auto& shares) {
+      Bytes all;
+      for (const StreamShare& share : shares) all += share.bytes;
+      return all;
+    };
+    Bytes pools;
+    for (const PoolShare& pool : r.pools) pools += pool.reserved;
+    if (f.live + f.pending + f.held + f.idle_pending + f.idle_private + f.idle != f.reserved) {
+      fail("the parts of the reserved memory are not all of it");
+    }
+    if (sum(r.pending_on) != f.pending) fail("what is pending is not told by stream");
+    if (sum(r.waiting_on) != f.idle_pending) fail("what waits for work is not told by stream");
+    if (r.held_by.all() != f.held + f.idle_private) fail("who holds memory is not told of all");
+    if (pools != f.in_private_pools) fail("the pools have not what is in pools");
+    if (f.live_requested > f.live) fail("more is asked for than live");
+    if (r.releasable > r.releasable_by_waiting) fail("waiting would release less");
   }
 
   void do_fail_nth(const Op& op) {

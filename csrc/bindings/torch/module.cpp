@@ -8,6 +8,7 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include "adapter/blas_workspaces.hpp"
 #include "adapter/device_view.hpp"
 #include "adapter/install.hpp"
 #include "base/version.hpp"
@@ -28,6 +29,7 @@ using adapter::DeviceView;
 
 py::dict to_dict(const TrimReport& r) {
   py::dict d;
+  d["predicted"] = r.predicted.n;
   d["released"] = r.released.n;
   d["live"] = r.live.n;
   d["held"] = r.held.n;
@@ -35,6 +37,39 @@ py::dict to_dict(const TrimReport& r) {
   d["pools"] = r.pools.n;
   d["wanted"] = r.wanted.n;
   d["text"] = describe(r);
+  return d;
+}
+
+// By the stream's handle: 0 is the default stream. A handle may have been another stream's before.
+py::dict to_dict(const std::vector<StreamShare>& shares) {
+  std::map<std::uint64_t, std::uint64_t> by_handle;
+  for (const StreamShare& share : shares) by_handle[share.stream.native] += share.bytes.n;
+  return py::cast(by_handle);
+}
+
+py::dict to_dict(const adapter::DeviceReport& r) {
+  const MemoryReport& m = r.memory;
+  py::dict d = bindings::to_dict(m.figures);
+  d["live_requested"] = m.figures.live_requested.n;
+  d["in_private_pools"] = m.figures.in_private_pools.n;
+  d["workspaces"] = r.workspaces ? py::object(py::int_(r.workspaces->n)) : py::object(py::none());
+  d["earlier"] = r.earlier.n;
+  d["pending_on"] = to_dict(m.pending_on);
+  d["waiting_on"] = to_dict(m.waiting_on);
+  d["held_by_live"] = m.held_by.live.n;
+  d["held_by_pending"] = m.held_by.pending.n;
+  d["held_by_pools"] = m.held_by.pools.n;
+  py::list pools;
+  for (std::size_t i = 0; i < m.pools.size(); ++i) {
+    const auto& [first, second] = r.pool_names[i];
+    const PoolShare& pool = m.pools[i];
+    pools.append(py::make_tuple(py::make_tuple(first, second), pool.users > 0, pool.reserved.n,
+                                pool.live.n));
+  }
+  d["pools"] = pools;
+  d["releasable"] = m.releasable.n;
+  d["releasable_by_waiting"] = m.releasable_by_waiting.n;
+  d["state"] = state_in_words(m.figures);
   return d;
 }
 
@@ -193,6 +228,14 @@ void bind_simulated(py::module_& m) {
         reinterpret_cast<void*>(address));  // NOLINT: device memory
     return py::make_tuple(shared.offset, py::bytes(shared.handle));
   });
+  m.def("_sim_add_workspace", [](int device, std::size_t nbytes, std::uint64_t stream_id) {
+    const StreamInfo stream{{StreamId{stream_id}, stream_id == 1 ? 0 : stream_id}, true};
+    const py::gil_scoped_release release;
+    auto& allocator = *adapter::installed();
+    void* ptr = allocator.allocate_on(static_cast<c10::DeviceIndex>(device), nbytes, stream);
+    return adapter::plant_blas_workspace(
+        {ptr, ptr, allocator.raw_deleter(), {c10::kCUDA, static_cast<c10::DeviceIndex>(device)}});
+  });
   struct Opened {
     std::shared_ptr<void> memory;
   };
@@ -236,15 +279,44 @@ PYBIND11_MODULE(GPUMEMX_TORCH_MODULE, m) {
       "memory_info", [](int device) { return to_dict(DeviceView(device).figures()); },
       py::arg("device"), "Where the bytes are, of whichever allocator torch has. Bytes.");
   m.def(
-      "memory_summary", [](int device) { return DeviceView(device).summary(); }, py::arg("device"),
-      "The same as a table of at most 72 columns.");
+      "memory_report",
+      [](int device) {
+        adapter::DeviceReport report;
+        {
+          const py::gil_scoped_release release;
+          report = DeviceView(device).report();
+        }
+        return to_dict(report);
+      },
+      py::arg("device"), "The same by cause, and what clear_cache() would give back.");
+  m.def(
+      "address_ranges",
+      [] {
+        std::vector<AddrRange> ranges;
+        {
+          const py::gil_scoped_release release;
+          ranges = adapter::address_ranges();
+        }
+        std::vector<std::pair<std::uint64_t, std::uint64_t>> out;
+        for (const AddrRange& range : ranges) out.emplace_back(range.begin.n, range.size.n);
+        return out;
+      },
+      "Begin and size of all addresses at which torch's allocator may have memory, on all "
+      "devices.");
   m.def(
       "clear_cache",
       [](int device, bool wait) {
         const py::gil_scoped_release release;
         return DeviceView(device).clear_cache(wait);
       },
-      py::arg("device"), py::arg("wait") = true, "Give cached memory back to the device.");
+      py::arg("device"), py::arg("wait") = false, "Give cached memory back to the device.");
+  m.def(
+      "clear_caches",
+      [](bool wait) {
+        const py::gil_scoped_release release;
+        return adapter::clear_caches(wait);
+      },
+      py::arg("wait") = false, "The same for all devices that have memory, with their indices.");
   m.def(
       "memory_behind",
       [](std::uintptr_t address) -> py::object {

@@ -114,7 +114,7 @@ void bind_simulated_history(py::module_& m) {
   m.def("_sim_record_history", &record, py::arg("enabled") = "all", py::arg("context") = "all",
         py::arg("stacks") = "python", py::arg("max_entries") = ~std::size_t{0},
         py::arg("clear_history") = false, py::arg("skip_actions") = std::vector<std::string>{});
-  m.def("_sim_record_stream", [](int device, std::uintptr_t address, std::uint64_t stream_id) {
+  m.def("_sim_record_stream_id", [](int device, std::uintptr_t address, std::uint64_t stream_id) {
     const py::gil_scoped_release release;
     return DeviceRegistry::instance().if_open(device)->allocator->record_stream(
         {address}, {{StreamId{stream_id}, stream_id}, true});

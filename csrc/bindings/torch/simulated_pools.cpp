@@ -101,6 +101,14 @@ void bind_simulated_pools(py::module_& m) {
     return DeviceRegistry::instance().if_open(device)->allocator->record_stream(
         {address}, stream_of(device, native));
   });
+  // Work that is queued and does not end by itself any more; and memory that somebody else takes.
+  m.def("_sim_stop_work", [](int device) { driver_of(device).set_manual(true); });
+  m.def("_sim_launch", [](int device, std::uint64_t native) {
+    driver_of(device).launch(stream_of(device, native).ref, {});
+  });
+  m.def("_sim_take", [](int device, std::size_t nbytes) {
+    TORCH_CHECK(driver_of(device).allocate({nbytes}).ok(), "the device has not that much");
+  });
   // As CUDAGraph does it: the pool first, with a filter that is true for the capture's streams once
   // the capture goes on; the driver's begin after it, and its end before the pool's.
   m.def("_sim_begin_capture", [](int device, PoolKey pool, std::vector<std::uint64_t> natives) {
