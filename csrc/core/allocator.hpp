@@ -450,7 +450,7 @@ class DeviceAllocator {
   Block* take_ready(HeapSet& set, Bytes size, ClosedEpoch& closed) GPUMEMX_REQUIRES(mu_);
   void count_in(Block& block, Front* front) GPUMEMX_REQUIRES(mu_);
   AllocResult hand_out(Block* block, const AllocRequest& request) GPUMEMX_REQUIRES(mu_);
-  AllocResult hand_out_locked(Block* block, const AllocRequest& request) GPUMEMX_REQUIRES(mu_);
+  void hand_out_locked(Block& block, const AllocRequest& request) GPUMEMX_REQUIRES(mu_);
   bool is_parkable(Bytes size) const { return size <= options_.small_limit; }
   bool take_back(DeviceAddr address, ClosedEpoch& own, std::vector<ClosedEpoch>& others)
       GPUMEMX_REQUIRES(mu_);
