@@ -89,12 +89,13 @@ TEST_F(BlockMapTest, AgreesWithAnOrderedMapWhileItGrowsAndShrinks) {
 TEST_F(BlockMapTest, MayBePeekedAtWhileItChanges) {
   Block* stays = add({0x1000});
   std::atomic<bool> end{false};
-  std::uint64_t seen = 0;
+  std::atomic<std::uint64_t> seen{0};
   std::thread reader([&] {
     while (!end.load()) {
       if (const Block* block = map_.peek({0x1000}, blocks_)) seen += block == stays ? 1 : 0;
     }
   });
+  while (seen.load() == 0) std::this_thread::yield();
   std::vector<Block*> others;
   for (int round = 0; round < 20; ++round) {
     for (std::uint64_t i = 1; i < 3000; ++i) others.push_back(add({0x1000 + i * kGranule.n}));
@@ -103,7 +104,6 @@ TEST_F(BlockMapTest, MayBePeekedAtWhileItChanges) {
   }
   end.store(true);
   reader.join();
-  EXPECT_GT(seen, 0u);
   EXPECT_EQ(map_.find({0x1000}, blocks_), stays);
 }
 
