@@ -467,12 +467,16 @@ class DeviceAllocator {
   Bytes reserved() const GPUMEMX_REQUIRES(mu_) {
     return {static_cast<std::uint64_t>(books_.stats.reserved_bytes.all().current)};
   }
+  // As far as the fronts' figures are in the books.
+  Bytes bytes_asked_for() const GPUMEMX_REQUIRES(mu_) {
+    return {static_cast<std::uint64_t>(books_.stats.requested_bytes.all().current)};
+  }
   bool wants_plain(const HeapSet& set) const GPUMEMX_REQUIRES(mu_);
   Block* take_hit(HeapSet& set, Bytes size, HitWaste waste) GPUMEMX_REQUIRES(mu_);
   Block* take_ready(HeapSet& set, Bytes size, ClosedEpoch& closed) GPUMEMX_REQUIRES(mu_);
   void count_in(Block& block, Front* front) GPUMEMX_REQUIRES(mu_);
   AllocResult hand_out(Block* block, const AllocRequest& request) GPUMEMX_REQUIRES(mu_);
-  AllocResult hand_out_locked(Block* block, const AllocRequest& request) GPUMEMX_REQUIRES(mu_);
+  void hand_out_locked(Block& block, const AllocRequest& request) GPUMEMX_REQUIRES(mu_);
   bool is_parkable(Bytes size) const { return size <= options_.small_limit; }
   bool take_back(DeviceAddr address, ClosedEpoch& own, std::vector<ClosedEpoch>& others)
       GPUMEMX_REQUIRES(mu_);
@@ -509,6 +513,8 @@ class DeviceAllocator {
   // miss.cpp
   AllocResult allocate_slow(const AllocRequest& request, Bytes size)
       GPUMEMX_EXCLUDES(work_mu_, mu_);
+  void poll_now_and_then(bool must) GPUMEMX_REQUIRES(work_mu_) GPUMEMX_EXCLUDES(mu_);
+  bool poll_if_not_yet() GPUMEMX_REQUIRES(work_mu_, mu_);
   Served serve(HeapSet& set, Bytes size, Bytes requested) GPUMEMX_REQUIRES(work_mu_, mu_);
   Served serve_plain(HeapSet& set, Bytes size) GPUMEMX_REQUIRES(work_mu_, mu_);
   Served execute(const MissPlan& plan) GPUMEMX_REQUIRES(work_mu_, mu_);
@@ -532,7 +538,10 @@ class DeviceAllocator {
       GPUMEMX_EXCLUDES(mu_);
   bool wants_fence(const Timeline& line) const GPUMEMX_REQUIRES(mu_);
   void close_epochs(bool also_captured = false, bool beyond_limit = false) GPUMEMX_EXCLUDES(mu_);
-  bool poll() GPUMEMX_REQUIRES(work_mu_);
+  void close_full_epochs() GPUMEMX_EXCLUDES(mu_);
+  template <class Which>
+  void close_epochs_if(Which which) GPUMEMX_EXCLUDES(mu_);
+  bool poll(bool thorough = true) GPUMEMX_REQUIRES(work_mu_);
   void retire_pending() GPUMEMX_REQUIRES(mu_);
   bool wait_for_any() GPUMEMX_EXCLUDES(work_mu_, mu_);
   bool wait_for(Timeline& line, EventId event, std::uint64_t epoch) GPUMEMX_EXCLUDES(mu_);
@@ -621,6 +630,11 @@ class DeviceAllocator {
   mutable Mutex work_mu_;
   CandidateSearch search_ GPUMEMX_GUARDED_BY(work_mu_);
   int vm_failures_ GPUMEMX_GUARDED_BY(work_mu_) = 0;
+  // poll_now_and_then(): whether this miss has asked, whether all that was asked for last was still under
+  // way, and how many misses have not asked since.
+  bool has_polled_ GPUMEMX_GUARDED_BY(work_mu_) = false;
+  bool polled_in_vain_ GPUMEMX_GUARDED_BY(work_mu_) = false;
+  int misses_unpolled_ GPUMEMX_GUARDED_BY(work_mu_) = 0;
   std::vector<Handle*> doomed_ GPUMEMX_GUARDED_BY(work_mu_);         // to be released by maintain()
   std::vector<std::uint32_t> crowded_ GPUMEMX_GUARDED_BY(work_mu_);  // handles with many aliases
   std::vector<int> peers_ GPUMEMX_GUARDED_BY(work_mu_);  // devices that may use all that is mapped

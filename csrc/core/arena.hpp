@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // The addresses of one device, and what stands where. One large reservation is cut into slots of
-// 1 GiB; heaps take runs of slots as regions. From an address to its slot is a shift, from there to
-// the block that begins there and to the mapping of the page an index: no hash, no tree.
+// 1 GiB; heaps take runs of slots as regions. From an address to its slot is a shift, from there to the
+// mapping of the page an index; the block that begins there is found in a hash table (block_map.hpp),
+// the one that covers it through bits that say where blocks begin.
 //
-// The tables of blocks are by slot, made when something first begins in it; that of mappings is one
-// for a region. They are large and nearly empty, so they come from calloc: host memory is used for
-// the pages of a table that were touched.
+// The bits are by slot, made when something first begins in it; the mappings are one table for a region.
+// They are large and nearly empty, so they come from calloc: host memory is used for the pages of a
+// table that were touched.
 //
 // Plain device allocations lie outside of the reservation, each a region with tables of its own,
 // found through an ordered map.
 //
 // Not thread-safe: guarded by the allocator's lock. Only find_unlocked() may be called by anybody at any
-// time; what it walks is therefore kept while the arena lives, and used again.
+// time.
 #pragma once
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "base/units.hpp"
+#include "core/block_map.hpp"
 #include "core/records.hpp"
 #include "core/slab.hpp"
 #include "driver/device_driver.hpp"
@@ -33,55 +34,30 @@ namespace gpumemx {
 
 inline constexpr Bytes kSlot{1ull << 30};
 
-// Block begins in up to 1 GiB of addresses from `base` (plain regions: any length).
-class PageTable {
+// Where blocks begin in up to 1 GiB of addresses from `base` (plain regions: any length).
+class BlockBegins {
  public:
-  PageTable(DeviceAddr base, Bytes size);
+  BlockBegins(DeviceAddr base, Bytes size);
 
-  // For other addresses, of the same size. REQUIRES: no block begins here.
-  void move_to(DeviceAddr base) { base_ = base; }
-  void set_block(DeviceAddr at, std::uint32_t block_id);
-  void clear_block(DeviceAddr at);
-  std::uint32_t block_at(DeviceAddr at) const { return blocks_[granule(at)]; }
-  // The same by the number of a granule, without a lock: the block may be gone by now, but its record
-  // was complete.
-  std::uint32_t peek(std::size_t granule) const {
-    return std::atomic_ref(blocks_[granule]).load(std::memory_order_acquire);
-  }
-  // The last block that begins at or before `at`, in this table; 0 when none does.
-  std::uint32_t last_block_at_or_before(DeviceAddr at) const;
+  void set(DeviceAddr at);
+  void clear(DeviceAddr at);
+  bool has(DeviceAddr at) const;
+  // The last begin at or before `at` in these addresses, if there is one.
+  std::optional<DeviceAddr> last_at_or_before(DeviceAddr at) const;
 
  private:
   std::size_t granule(DeviceAddr a) const { return (a - base_).n / kGranule.n; }
 
   DeviceAddr base_;
-  std::size_t granules_;
-  ZeroedArray<std::uint32_t> blocks_;
-  // Which granules begin a block, then which words of the level below are not zero: a block that
-  // covers an address is found in a few steps however far away it begins.
+  // A bit for each granule that begins a block, then for each word of the level below that is not zero:
+  // a block that covers an address is found in a few steps however far away it begins.
   static constexpr int kLevels = 3;
-  std::array<ZeroedArray<std::uint64_t>, kLevels> begins_;
-};
-
-using TableSlot = std::atomic<PageTable*>;
-
-// Tables of one slot each, used again by other slots: a reader without a lock may still be in one.
-class TablePool {
- public:
-  PageTable* take(DeviceAddr base);
-  // REQUIRES: no block begins in it.
-  void give_back(PageTable* table) { spare_.push_back(table); }
-
- private:
-  std::vector<std::unique_ptr<PageTable>> tables_;
-  std::vector<PageTable*> spare_;
+  std::array<ZeroedArray<std::uint64_t>, kLevels> levels_;
 };
 
 struct Region {
-  // In slots of the arena, whose `slots` and `pool` the tables of blocks are.
-  Region(AddrRange addresses, Heap* owner, TableSlot* slots, TablePool* pool);
-  // One plain device allocation.
-  Region(AddrRange addresses, Heap* owner);
+  // `plain`: one plain device allocation, else slots of the arena. `map`: of all blocks.
+  Region(AddrRange addresses, Heap* owner, BlockMap& map, bool plain);
 
   AddrRange range;
   Heap* heap = nullptr;
@@ -92,8 +68,22 @@ struct Region {
   std::uint64_t serial = 0;     // of all regions, in the order of their making
   ZeroedArray<Mapping*> pages;  // what is mapped there, by page
 
-  PageTable* table_if_any(DeviceAddr a) const { return table_at(index(a)); }
-  PageTable& table(DeviceAddr a);  // made at first use
+  // REQUIRES: the block begins here, and is not known to do so.
+  void add_begin(const Block& block) {
+    begins(block.begin).set(block.begin);
+    map_.insert(block.begin, block.id);
+  }
+  // REQUIRES: add_begin(block).
+  void remove_begin(const Block& block) {
+    begins(block.begin).clear(block.begin);
+    map_.erase(block.begin, block.id);
+  }
+  Block* block_at(DeviceAddr a, const Slab<Block>& blocks) const { return map_.find(a, blocks); }
+  // Whether add_begin() was called for a block at `a`, as far as block_covering() knows.
+  bool has_begin(DeviceAddr a) const;
+  // REQUIRES: a lies in the region.
+  Block* block_covering(DeviceAddr a, const Slab<Block>& blocks) const;
+
   Mapping* mapping_at(DeviceAddr a) const { return pages[page(a)]; }
   void set_mapping(AddrRange whole_pages, Mapping* mapping) {
     std::fill_n(&pages[page(whole_pages.begin)], whole_pages.size.n / kPage.n, mapping);
@@ -104,21 +94,19 @@ struct Region {
       mapped_end = mapped_end - kPage;
     }
   }
-  // REQUIRES: a lies in the region.
-  Block* block_covering(DeviceAddr a, const Slab<Block>& blocks) const;
-  // Gives the tables back. REQUIRES: no block begins in the region; it is in slots.
-  void drop_tables();
 
  private:
-  PageTable* table_at(std::size_t i) const {
-    return plain ? own_table_.get() : slots_[i].load(std::memory_order_relaxed);
+  BlockBegins& begins(DeviceAddr a) {  // made at first use
+    auto& slot = begins_[index(a)];
+    if (slot == nullptr) make_begins(index(a));
+    return *slot;
   }
+  void make_begins(std::size_t slot);
   std::size_t page(DeviceAddr a) const { return (a - range.begin).n / kPage.n; }
   std::size_t index(DeviceAddr a) const { return plain ? 0 : (a - range.begin).n / kSlot.n; }
 
-  TableSlot* slots_ = nullptr;  // not plain: one a slot
-  TablePool* pool_ = nullptr;
-  std::unique_ptr<PageTable> own_table_;  // plain: one in all
+  BlockMap& map_;
+  std::vector<std::unique_ptr<BlockBegins>> begins_;  // one a slot; plain: one in all
 };
 
 class Arena {
@@ -141,16 +129,11 @@ class Arena {
   void give_back(Region* region);
 
   // The block that begins at `a`, in any state; null for anything else, ours or not.
-  Block* find(DeviceAddr a, const Slab<Block>& blocks) const;
-  // The same without a lock, but for plain memory. The record may be another block's by now: look at it
-  // again under the lock that guards it.
+  Block* find(DeviceAddr a, const Slab<Block>& blocks) const { return map_.find(a, blocks); }
+  // The same without a lock, but for plain memory. The record may be another block's by now, and a block
+  // may be missed: look again under the lock that guards it.
   Block* find_unlocked(DeviceAddr a, const Slab<Block>& blocks) const {
-    const std::uint64_t offset = a.n - range_.begin.n;
-    if (offset >= range_.size.n || offset % kGranule.n != 0) return nullptr;
-    const PageTable* table = table_slots_[offset / kSlot.n].load(std::memory_order_acquire);
-    if (table == nullptr) return nullptr;
-    const std::uint32_t id = table->peek(offset % kSlot.n / kGranule.n);
-    return id == 0 ? nullptr : blocks.at(id);
+    return range_.contains(a) ? map_.peek(a, blocks) : nullptr;
   }
   // The region that `a` lies in, or null.
   Region* region_of(DeviceAddr a) const;
@@ -159,8 +142,7 @@ class Arena {
   DeviceDriver& driver_;
   AddrRange range_;
   std::vector<Region*> slots_;                // by (address - base) / slot size
-  std::unique_ptr<TableSlot[]> table_slots_;  // the tables of blocks, likewise
-  TablePool tables_;
+  BlockMap map_;
   std::size_t next_fit_ = 0;                                // where the last search ended
   std::map<std::uint64_t, std::unique_ptr<Region>> plain_;  // by first address
   std::vector<std::unique_ptr<Region>> regions_;

@@ -43,24 +43,43 @@ void DeviceAllocator::record_fence(Timeline& line, std::uint64_t epoch, bool in_
 // so also on temporary streams that were capturing; elsewhere they may be gone. `beyond_limit`: also
 // where Options::max_fences are in flight, for a caller that waits for all of them.
 void DeviceAllocator::close_epochs(bool also_captured, bool beyond_limit) {
+  close_epochs_if([&](const Timeline& line) {
+    if (line.fences() >= options_.max_fences && !beyond_limit) return false;
+    return line.stream().permanent || (also_captured && line.is_captured());
+  });
+}
+
+// The same at a miss, which others may follow soon: not where little was freed since the last event,
+// since each event costs a question as well.
+void DeviceAllocator::close_full_epochs() {
+  close_epochs_if([&](const Timeline& line) {
+    constexpr std::uint32_t kFrees = 16;
+    constexpr std::uint64_t kPeakShare = 1024;
+    if (line.fences() >= options_.max_fences || !line.stream().permanent) return false;
+    if (line.owes_event()) return true;
+    return line.open_frees() >= kFrees || line.open_bytes().n >= peak_live_.n / kPeakShare;
+  });
+}
+
+template <class Which>
+void DeviceAllocator::close_epochs_if(Which which) {
   std::vector<std::pair<Timeline*, std::uint64_t>> closed;
   {
     MutexLock lock(mu_);
     unpark_all();
     for (Timeline* line : timeline_list_) {
-      if (line->open_frees() == 0) continue;
-      if (line->fences() >= options_.max_fences && !beyond_limit) continue;
-      if (!line->stream().permanent && !(also_captured && line->is_captured())) continue;
+      if (line->open_frees() == 0 || !which(*line)) continue;
       closed.emplace_back(line, line->advance());
     }
   }
   for (const auto& [line, epoch] : closed) record_fence(*line, epoch);
 }
 
-// Asks the oldest event of every stream, and the next where that one was reached. Returns whether
-// anything came out of it. Events are removed only here, so none goes while another is asked or
-// waited for (Fence::waiters).
-bool DeviceAllocator::poll() {
+// Asks an event of every stream, and the next where that one was reached. Returns whether anything came
+// out of it. Events are removed only here, so none goes while another is asked or waited for
+// (Fence::waiters). `thorough`: until the oldest event that was not reached is found; else the first no
+// of a stream is its last answer, and what is known may be a few events old.
+bool DeviceAllocator::poll(bool thorough) {
   struct Question {
     Timeline* line;
     Timeline::Fence fence;
@@ -75,9 +94,10 @@ bool DeviceAllocator::poll() {
     MutexLock lock(mu_);
     for (Timeline* line : timeline_list_) {
       while (const auto event = line->pop_reached()) used.push_back(*event);
-      if (const auto* open = line->oldest_open()) questions.push_back({line, *open, false, false});
+      if (const auto* open = line->next_to_ask()) questions.push_back({line, *open, false, false});
     }
   }
+  polled_in_vain_ = !questions.empty();
   while (!questions.empty()) {
     for (Question& q : questions) {
       const auto reached = driver_.query(q.fence.event);
@@ -88,16 +108,21 @@ bool DeviceAllocator::poll() {
     std::vector<Question> next;
     for (const Question& q : questions) {
       if (q.lost && q.line->lose(q.fence.event)) used.push_back(q.fence.event);
-      if (!q.reached) continue;
-      any = true;
-      q.line->reached(q.fence.epoch);
-      while (const auto event = q.line->pop_reached()) used.push_back(*event);
-      if (const auto* open = q.line->oldest_open()) next.push_back({q.line, *open, false, false});
+      const bool was_last = !q.reached && (q.line->asks_oldest() || !thorough);
+      q.line->note_answer(q.reached);
+      if (q.reached) {
+        any = true;
+        q.line->reached(q.fence.epoch);
+        while (const auto event = q.line->pop_reached()) used.push_back(*event);
+      }
+      if (was_last) continue;
+      if (const auto* open = q.line->next_to_ask()) next.push_back({q.line, *open, false, false});
     }
     if (next.empty() && any) retire_pending();
     questions = std::move(next);
   }
   for (const EventId event : used) driver_.recycle(event);
+  if (any) polled_in_vain_ = false;
   return any;
 }
 

@@ -57,6 +57,7 @@ Mapping* HandlePool::add_mapping(Handle* handle, Region* region, DeviceAddr begi
   Mapping* mapping = mappings_.acquire();
   mapping->begin = begin;
   mapping->handle = handle;
+  mapping->pages = handle->pages;
   mapping->region = region;
   mapping->heap = region->heap;
   mapping->next_alias = handle->aliases;

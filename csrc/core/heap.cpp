@@ -46,7 +46,7 @@ Block* Heap::add_block(Region* region, DeviceAddr begin, Bytes size, BlockState 
   block->region = region;
   block->held = {};
   block->state = state;
-  region->table(begin).set_block(begin, block->id);
+  region->add_begin(*block);
   return block;
 }
 
@@ -64,7 +64,7 @@ void Heap::join(Block* lower, Block* upper) {
   lower->size += upper->size;
   lower->next = upper->next;
   (lower->next != nullptr ? lower->next->prev : lower->region->last) = lower;
-  upper->region->table(upper->begin).clear_block(upper->begin);
+  upper->region->remove_begin(*upper);
   books_.blocks.release(upper);
 }
 
@@ -106,10 +106,10 @@ Block* Heap::isolate(Block* block, DeviceAddr begin, DeviceAddr end) {
     Block* rest = cut(block, end);
     if (planted(Fault::kRemainderOverlaps) && rest->size > kGranule &&
         rest->begin > begin + kGranule && block->state == BlockState::kReady) {
-      rest->region->table(rest->begin).clear_block(rest->begin);
+      rest->region->remove_begin(*rest);
       rest->begin = rest->begin - kGranule;
       rest->size += kGranule;
-      rest->region->table(rest->begin).set_block(rest->begin, rest->id);
+      rest->region->add_begin(*rest);
     }
     link(rest);
   }
@@ -226,7 +226,7 @@ AddrRange Heap::drop_segment(Handle* handle) {
   Region* region = handle->home->region;
   const AddrRange range = region->range;
   unlink(region->first);
-  region->table(range.begin).clear_block(range.begin);
+  region->remove_begin(*region->first);
   books_.blocks.release(region->first);
   note(EventKind::kSegmentFree, range, *handle);
   books_.stats.segment.sub(handle->small, 1);
@@ -251,7 +251,7 @@ bool Heap::empty() const {
 void Heap::close() {
   for (Region* region : regions_) {
     unlink(region->first);
-    region->table(region->range.begin).clear_block(region->range.begin);
+    region->remove_begin(*region->first);
     books_.blocks.release(region->first);
     books_.arena.give_back(region);
   }
@@ -411,8 +411,7 @@ std::optional<std::string> Heap::validate() const {
           block->size.n == 0) {
         return "(1) the blocks do not tile the region";
       }
-      if (const PageTable* table = region->table_if_any(at);
-          table == nullptr || table->block_at(at) != block->id) {
+      if (!region->has_begin(at) || region->block_at(at, books_.blocks) != block) {
         return "(1) a block is missing from the table";
       }
       if (before != nullptr && before->state == block->state && block->is_free()) {

@@ -49,14 +49,15 @@ AllocResult DeviceAllocator::allocate_slow(const AllocRequest& request, Bytes si
   }
   Effort effort;
   std::optional<Error> error;
+  bool is_again = false;
   do {
-    close_epochs();
+    close_full_epochs();
     std::optional<AllocResult> result;
     bool leaves_work = false;
     {
       const WantsWork wants(wanting_work_);
       const MutexLock work(work_mu_);
-      poll();
+      poll_now_and_then(/*must=*/std::exchange(is_again, true));
       (void)refresh_capacity(/*only_if_tight=*/true);
       const MutexLock lock(mu_);
       unpark_all();
@@ -74,6 +75,28 @@ AllocResult DeviceAllocator::allocate_slow(const AllocRequest& request, Bytes si
     if (result) return std::move(*result);
   } while (make_room(request, effort));
   return fail(request, size, error);
+}
+
+// A question costs 1.6 us, and misses come in bursts: while work is still under way, the next few do
+// not ask at first. Whoever would grow, or give up, asks before that (poll_if_not_yet()).
+void DeviceAllocator::poll_now_and_then(bool must) {
+  constexpr int kMisses = 3;
+  has_polled_ = must || !polled_in_vain_ || misses_unpolled_ >= kMisses;
+  if (!has_polled_) {
+    ++misses_unpolled_;
+    return;
+  }
+  (void)poll(/*thorough=*/must);
+  misses_unpolled_ = 0;
+}
+
+// True when that has found something.
+bool DeviceAllocator::poll_if_not_yet() {
+  if (has_polled_) return false;
+  const MutexUnlock books_open(mu_);
+  has_polled_ = true;
+  misses_unpolled_ = 0;
+  return poll();
 }
 
 // Near the capacity, what others on the device have taken or given back decides what can be had. True
@@ -99,7 +122,10 @@ DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes r
     return {block, std::nullopt};
   }
   ++books_.stats.paths.misses;
-  if (wants_plain(set)) return serve_plain(set, size);
+  if (wants_plain(set)) {
+    (void)poll_if_not_yet();
+    return serve_plain(set, size);
+  }
 
   if (books_.handles.mappings() > options_.max_mappings) drop_complete_aliases();
   Heap& heap = set.heap(heap_kind(size, false, options_), books_);
@@ -114,6 +140,7 @@ DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes r
     Policy now = policy(requested);
     now.capacity = std::min(now.capacity, limit);
     now.streak = heap.streak();
+    now.idle = now.reserved - std::min(now.reserved, bytes_asked_for());
     bool carried_out = false;
     // In the end every place is tried: the fresh addresses of the open end always serve.
     const auto tries =
@@ -151,6 +178,7 @@ DeviceAllocator::Served DeviceAllocator::serve(HeapSet& set, Bytes size, Bytes r
       if (error || has_addresses) return {nullptr, error};
       break;
     }
+    if (poll_if_not_yet()) continue;
     exceed_budget = true;
   }
   // No addresses are left, or there never were any; ordinary device allocations need none.

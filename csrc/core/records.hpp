@@ -64,8 +64,8 @@ struct BlockUse {
   }
 };
 
-// What a front touches comes first, on lines that no other block is on: blocks of two streams may be
-// neighbours in the slab.
+// Two cache lines, which no other block is on: blocks of two streams may be neighbours in the slab. On
+// the first is all that a search of free blocks looks at.
 struct alignas(kCacheLine) Block {
   DeviceAddr begin;
   Bytes size;
@@ -75,17 +75,17 @@ struct alignas(kCacheLine) Block {
   std::atomic<Front*> front{nullptr};
   Block* list_next = nullptr;  // kReady: the bin of the free index; kVoid: the heap's voids
   Block* list_prev = nullptr;
+  Region* region = nullptr;
+  Bytes held;  // kReady: bytes on handles that are in use, which therefore can't be given back
   std::uint32_t id = 0;
   BlockState state = BlockState::kVoid;
   bool parked = false;  // kLive to the heap, but the user has freed it (front.hpp)
   bool shared = false;  // other processes may use its memory until it is freed
-  BlockUse use;
 
+  BlockUse use;
   Block* prev = nullptr;  // neighbours in the region, by address
   Block* next = nullptr;
   Heap* heap = nullptr;
-  Region* region = nullptr;
-  Bytes held;  // kReady: bytes on handles that are in use, which therefore can't be given back
 
   void reset() {
     region = nullptr;  // the rest is written when the record is used again
@@ -100,19 +100,21 @@ struct alignas(kCacheLine) Block {
 
 static_assert(sizeof(void*) != 8 || sizeof(Block) == 2 * kCacheLine);
 
-struct Mapping {
+// What a hit and a free look at comes first, on one line.
+struct alignas(kCacheLine) Mapping {
   DeviceAddr begin;
   Handle* handle = nullptr;
   Region* region = nullptr;
-  Heap* heap = nullptr;
-  Mapping* next_alias = nullptr;  // the handle's other mappings
-  Stamp last_use;                 // of this address
-  std::uint64_t mark = 0;         // the plan that drops this mapping
+  Stamp last_use;           // of this address
+  std::uint32_t pages = 0;  // the handle's
   std::uint32_t uses = 0;
   std::uint32_t id = 0;
+  Mapping* next_alias = nullptr;  // the handle's other mappings
+  Heap* heap = nullptr;
+  std::uint64_t mark = 0;  // the plan that drops this mapping
 
   bool is_home() const;
-  Bytes size() const;
+  Bytes size() const { return kPage * pages; }
   DeviceAddr end() const { return begin + size(); }
 };
 
@@ -145,6 +147,5 @@ struct Handle {
 };
 
 inline bool Mapping::is_home() const { return handle->home == this; }
-inline Bytes Mapping::size() const { return handle->size(); }
 
 }  // namespace gpumemx

@@ -10,6 +10,7 @@ namespace gpumemx {
 std::uint64_t Timeline::advance() {
   open_frees_ = 0;
   open_bytes_ = {};
+  owes_event_ = false;
   if (planted(Fault::kEpochKeptOpen)) return epoch_;
   return epoch_++;
 }
@@ -26,6 +27,7 @@ void Timeline::add_fence(std::uint64_t epoch, EventId event, std::uint64_t seria
 void Timeline::reopen(std::uint32_t frees, Bytes bytes) {
   open_frees_ += frees;
   open_bytes_ += bytes;
+  owes_event_ = true;
 }
 
 Timeline::Fence* Timeline::find(EventId event) {
@@ -40,6 +42,13 @@ Timeline::Fence* Timeline::oldest_open() {
     if (fence.epoch > done_) return &fence;
   }
   return nullptr;
+}
+
+Timeline::Fence* Timeline::next_to_ask() {
+  Fence* oldest = oldest_open();
+  if (oldest == nullptr) return nullptr;
+  return oldest + std::min<std::ptrdiff_t>(&fences_.back() - oldest,
+                                           static_cast<std::ptrdiff_t>(ahead_));
 }
 
 bool Timeline::lose(EventId event) {

@@ -17,6 +17,8 @@
 // Not thread-safe: guarded by the allocator's lock; the driver is called outside of it.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -59,6 +61,7 @@ class Timeline {
   void add_fence(std::uint64_t epoch, EventId event, std::uint64_t serial);
   // The event could not be recorded: its frees count as open again, so that a later event is.
   void reopen(std::uint32_t frees, Bytes bytes);
+  bool owes_event() const { return owes_event_; }
   // Whether that was because the stream is capturing: when the capture ends, it still exists.
   bool is_captured() const { return is_captured_; }
   void set_captured(bool captured) { is_captured_ = captured; }
@@ -91,6 +94,15 @@ class Timeline {
   // The oldest event that is not known to be reached, or null. A reached one stays in front of it
   // while somebody waits for that.
   Fence* oldest_open();
+  // The one to ask the driver about next, or null: when the last answers were yes, one further on, since
+  // that also says that all before it are reached. What is heard goes to note_answer().
+  Fence* next_to_ask();
+  void note_answer(bool is_reached) {
+    constexpr std::size_t kFarthest = 3;
+    ahead_ = is_reached ? std::min(kFarthest, ahead_ * 2 + 1) : ahead_ / 2;
+  }
+  // The next answer is about the oldest one.
+  bool asks_oldest() const { return ahead_ == 0; }
 
   // The event of `epoch` was reached, and with it all before.
   void reached(std::uint64_t epoch) {
@@ -109,10 +121,12 @@ class Timeline {
   std::uint32_t open_frees_ = 0;
   Bytes open_bytes_;
   std::uint64_t own_epochs_ = 0;
+  bool owes_event_ = false;
   bool is_from_capture_ = false;
   bool is_captured_ = false;
   bool is_listed_ = false;
   std::vector<Fence> fences_;  // by epoch
+  std::size_t ahead_ = 0;      // how many open events next_to_ask() passes over
 };
 
 // The end of a use of memory: nothing, or an epoch of a stream.

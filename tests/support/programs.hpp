@@ -105,7 +105,9 @@ struct Program {
 
 class ProgramMaker {
  public:
-  ProgramMaker(std::uint64_t seed, std::size_t ops) : random_(seed), count_(ops) {
+  // Of the scenes the first `scenes`: a program that was found when there were fewer stays the same.
+  ProgramMaker(std::uint64_t seed, std::size_t ops, std::uint64_t scenes)
+      : random_(seed), count_(ops), scenes_(scenes) {
     program_.seed = seed;
     choose_device();
     choose_options();
@@ -115,7 +117,7 @@ class ProgramMaker {
   Program make() {
     program_.ops.reserve(count_ + 64);
     while (program_.ops.size() < count_) {
-      switch (random_.below(9)) {
+      switch (random_.below(scenes_)) {
         case 0:
         case 1:
         case 2: steps(); break;
@@ -125,6 +127,7 @@ class ProgramMaker {
         case 6: pressure(); break;
         case 7: alternate(); break;
         case 8: trees(); break;
+        case 9: pairs(); break;
       }
     }
     program_.ops.resize(count_);
@@ -456,8 +459,39 @@ class ProgramMaker {
     }
   }
 
+  // Small blocks of few sizes come and go on a stream or two, as the scalars of a loop do: what fronts
+  // are for. Everything that sends requests the long way is ended first, and little is strewn in.
+  void pairs() {
+    const auto push = [&](Op::Kind kind, std::uint64_t a = 0, std::uint64_t b = 0) {
+      program_.ops.push_back({kind, a, b, random_.next() & ~1ull});
+    };
+    push(Op::kHistory);
+    for (int i = 0; i < 2; ++i) push(Op::kEndCapture);
+    const std::uint64_t freed = random_.from(0, 12);
+    for (std::uint64_t i = 0; i < freed; ++i) push(Op::kFree, 2, random_.next());
+    push(Op::kCompleteAll);
+    if (random_.percent(40)) push(Op::kTrim);
+
+    std::vector<std::uint64_t> sizes(random_.from(1, 4));
+    const std::uint64_t most = std::min<std::uint64_t>(program_.options.small_limit.n, 1u << 20);
+    for (std::uint64_t& s : sizes) s = random_.from(1, random_.percent(70) ? most / 64 + 1 : most);
+    const std::uint64_t streams[] = {main_stream(), random_.next()};
+    const std::uint64_t alive = random_.percent(70) ? random_.from(1, 4) : random_.from(10, 70);
+    const bool both = random_.percent(25);
+    const std::uint64_t rounds = random_.from(10, 120) / alive + 1;
+    for (std::uint64_t round = 0; round < rounds; ++round) {
+      for (std::uint64_t i = 0; i < alive; ++i) {
+        push(Op::kAlloc, sizes[i % sizes.size()], streams[both ? i % 2 : 0]);
+        if (random_.percent(2)) program_.ops.push_back(any());
+      }
+      for (std::uint64_t i = 0; i < alive; ++i) push(Op::kFree, 0, random_.next());
+      if (random_.percent(10)) complete();
+    }
+  }
+
   Random random_;
   std::size_t count_;
+  std::uint64_t scenes_;
   Program program_;
   std::vector<Bytes> palette_;
   std::uint64_t strewn_ = 0, completes_ = 0, main_ = 0;
@@ -465,8 +499,10 @@ class ProgramMaker {
        has_others_ = false, breaks_maps_ = false;
 };
 
-inline Program make_program(std::uint64_t seed, std::size_t ops) {
-  return ProgramMaker(seed, ops).make();
+inline constexpr std::uint64_t kScenes = 10;
+
+inline Program make_program(std::uint64_t seed, std::size_t ops, std::uint64_t scenes = kScenes) {
+  return ProgramMaker(seed, ops, scenes).make();
 }
 
 }  // namespace gpumemx

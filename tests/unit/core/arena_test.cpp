@@ -20,7 +20,7 @@ class ArenaTest : public ::testing::Test {
     Block* b = blocks_.acquire();
     b->begin = begin;
     b->region = region;
-    region->table(begin).set_block(begin, b->id);
+    region->add_begin(*b);
     return b;
   }
   SimDriver gpu_;
@@ -118,13 +118,16 @@ TEST_F(ArenaTest, FindsABlockByTheAddressItBeginsAtOnly) {
   const DeviceAddr begin = r->range.begin + 5_MiB;
   Block* b = add_block(r, begin);
   EXPECT_EQ(arena.find(begin, blocks_), b);
+  EXPECT_EQ(arena.find_unlocked(begin, blocks_), b);
   EXPECT_EQ(arena.find(begin + 512_B, blocks_), nullptr);
   EXPECT_EQ(arena.find(begin + 1_B, blocks_), nullptr);
   EXPECT_EQ(arena.find(r->range.begin + kSlot, blocks_), nullptr);  // a slot without tables
   EXPECT_EQ(arena.find(r->range.end(), blocks_), nullptr);          // a slot of nobody
   EXPECT_EQ(arena.find({0}, blocks_), nullptr);
   EXPECT_EQ(arena.find({~0ull}, blocks_), nullptr);
-  r->table(begin).clear_block(begin);
+  EXPECT_TRUE(r->has_begin(begin));
+  r->remove_begin(*b);
+  EXPECT_FALSE(r->has_begin(begin));
   EXPECT_EQ(arena.find(begin, blocks_), nullptr);
 }
 
@@ -160,8 +163,7 @@ TEST_F(ArenaTest, FindsTheCoveringBlockAmongManyAtEveryDistance) {
     }
   }
   // With all but the first gone again, it covers everything.
-  for (std::size_t i = 1; i < begins.size(); ++i)
-    r->table(blocks[i]->begin).clear_block(blocks[i]->begin);
+  for (std::size_t i = 1; i < begins.size(); ++i) r->remove_begin(*blocks[i]);
   EXPECT_EQ(r->block_covering(r->range.end() - 512_B, blocks_), blocks[0]);
 }
 
@@ -183,6 +185,9 @@ TEST_F(ArenaTest, PlainRegionsLieAnywhereAndAreFoundByAddress) {
   EXPECT_EQ(arena.find(low.begin + 100_B, blocks_), nullptr);
   EXPECT_EQ(a->block_covering(low.end() - 512_B, blocks_), inner);
   EXPECT_EQ(a->block_covering(low.begin + 1_MiB, blocks_), first);
+  EXPECT_EQ(arena.find_unlocked(low.begin, blocks_), nullptr);  // not of the reservation
+  a->remove_begin(*first);
+  a->remove_begin(*inner);
   arena.give_back(a);
   EXPECT_EQ(arena.region_of(low.begin), nullptr);
   EXPECT_EQ(arena.find(low.begin, blocks_), nullptr);

@@ -35,6 +35,56 @@ TEST_F(CompletionTest, RecordsAnEventWhenMuchWasFreed) {
   EXPECT_EQ(calls(DriverCall::kRecord), 1u);
 }
 
+TEST_F(CompletionTest, AMissRecordsAnEventOnlyWhereMuchOrManyWereFreed) {
+  alloc(1_GiB);
+  const auto blocks = alloc_many(16, 32_KiB);  // together less than a 1,024th of the peak
+  for (std::size_t i = 0; i < 15; ++i) allocator_->free(blocks[i]);
+  alloc(8_MiB, b_);
+  EXPECT_EQ(paths().fences, 0u);
+  allocator_->free(blocks[15]);
+  alloc(8_MiB, b_);
+  EXPECT_EQ(paths().fences, 1u);
+  free(alloc(2_MiB));
+  alloc(8_MiB, b_);
+  EXPECT_EQ(paths().fences, 2u);
+}
+
+// Page blocks and big ones take the same memory by turns, so that every request is a miss, which needs no
+// driver call and does not grow.
+TEST_F(CompletionTest, WhileWorkIsUnderWayMostMissesDoNotAskForIt) {
+  const Bytes pages = 64_MiB, big = 64_MiB - 512_KiB;
+  gpu_.set_manual(false);
+  for (int i = 0; i < 3; ++i) {
+    free(alloc(pages));
+    free(alloc(big));
+  }
+  gpu_.set_manual(true);
+  const std::uint64_t created = paths().created, misses = paths().misses;
+  free(alloc(pages));  // there is an event that is not reached from here on
+  free(alloc(big));
+  gpu_.reset_meter();
+  for (int i = 0; i < 4; ++i) {
+    free(alloc(pages));
+    free(alloc(big));
+  }
+  EXPECT_EQ(paths().created, created);
+  EXPECT_EQ(paths().misses, misses + 10);
+  EXPECT_EQ(calls(DriverCall::kQuery), 2u);  // every fourth of the eight
+}
+
+TEST_F(CompletionTest, AMissThatWouldGrowAsksFirst) {
+  const DeviceAddr x = alloc(64_MiB);
+  gpu_.launch(main_, {writes({x, 64_MiB}, 1)});
+  free(x);
+  free(alloc(32_MiB, b_));  // asks in vain
+  gpu_.complete_all();
+  const std::uint64_t created = paths().created;
+  gpu_.reset_meter();
+  alloc(64_MiB, b_);
+  EXPECT_GT(calls(DriverCall::kQuery), 0u);
+  EXPECT_EQ(paths().created, created);
+}
+
 TEST_F(CompletionTest, KeepsNoMoreEventsInFlightThanAllowed) {
   Options options;
   options.max_fences = 3;

@@ -11,7 +11,8 @@ class HandlePoolTest : public ::testing::Test {
   Mapping* map(Handle* handle, std::uint64_t begin) {
     return pool_.add_mapping(handle, &region_, {begin});
   }
-  Region region_{{{1ull << 40}, 1_GiB}, nullptr};
+  BlockMap map_;
+  Region region_{{{1ull << 40}, 1_GiB}, nullptr, map_, /*plain=*/true};
   HandlePool pool_;
   Timeline line_{{{StreamId{1}, 0}, true}};
 };

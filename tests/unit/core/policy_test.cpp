@@ -63,14 +63,33 @@ TEST_F(PolicyTest, ALoneBlockMayWasteTheRestOfItsHandle) {
 }
 
 TEST_F(PolicyTest, MemoryIsWorthMoreThanDriverTimeWhenItIsTight) {
-  EXPECT_EQ(roomy().price(HeapKind::kRest), 16);
-  EXPECT_EQ(roomy().price(HeapKind::kSmall), 16);
+  EXPECT_EQ(roomy().price(HeapKind::kRest), 24);
+  EXPECT_EQ(roomy().price(HeapKind::kSmall), 24);
   EXPECT_EQ(roomy().price(HeapKind::kPages), 4);
   EXPECT_EQ(roomy().price(HeapKind::kBig), 4);
   EXPECT_EQ(tight().price(HeapKind::kRest), 0.65);
   EXPECT_EQ(tight().price(HeapKind::kBig), 0.65);
   options_.tight_price = 9;  // never dearer than when it is not tight
   EXPECT_EQ(tight().price(HeapKind::kBig), 4);
+}
+
+TEST_F(PolicyTest, ADriverCallIsWorthMoreWasteWhileMuchIsIdle) {
+  const auto price = [&](Bytes idle, HeapKind kind) {
+    Policy policy = roomy();
+    policy.peak_live = 10_GiB;
+    policy.idle = idle;
+    return policy.price(kind);
+  };
+  EXPECT_EQ(price(2_GiB, HeapKind::kPages), 4);  // a fifth of the peak
+  EXPECT_DOUBLE_EQ(price(2_GiB + 512_MiB, HeapKind::kPages), 6);
+  EXPECT_EQ(price(9_GiB, HeapKind::kPages), 8);
+  EXPECT_EQ(price(9_GiB, HeapKind::kBig), 8);
+  EXPECT_EQ(price(9_GiB, HeapKind::kRest), 24);
+  Policy near_the_end = tight();
+  near_the_end.idle = 8_GiB;
+  EXPECT_EQ(near_the_end.price(HeapKind::kPages), 0.65);
+  Policy fresh{options_, {}, {}, 100_GiB};
+  EXPECT_EQ(fresh.price(HeapKind::kPages), 4);
 }
 
 TEST_F(PolicyTest, AHitMayWasteLessWhenItIsTight) {

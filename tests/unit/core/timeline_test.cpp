@@ -131,6 +131,38 @@ TEST_F(TimelineTest, TheOldestOpenEventIsTheFirstThatWasNotReached) {
   EXPECT_EQ(line_.oldest_open(), nullptr);
 }
 
+TEST_F(TimelineTest, AsksFurtherOnWhileTheAnswersAreYesAndNearerAfterANo) {
+  EXPECT_EQ(line_.next_to_ask(), nullptr);
+  for (std::uint64_t e = 1; e <= 20; ++e) line_.add_fence(line_.advance(), EventId{e}, e);
+  const auto answer = [&](bool is_reached) {
+    const std::uint64_t epoch = line_.next_to_ask()->epoch;
+    line_.note_answer(is_reached);
+    if (is_reached) line_.reached(epoch);
+    return epoch;
+  };
+  EXPECT_TRUE(line_.asks_oldest());
+  EXPECT_EQ(answer(true), 1u);
+  EXPECT_EQ(answer(true), 3u);  // which says the same of the second
+  EXPECT_EQ(answer(true), 7u);
+  EXPECT_EQ(answer(false), 11u);  // never more than three are passed over
+  EXPECT_EQ(answer(false), 9u);
+  EXPECT_TRUE(line_.asks_oldest());
+  EXPECT_EQ(answer(false), 8u);
+  EXPECT_EQ(answer(true), 8u);
+  line_.reached(19);
+  EXPECT_EQ(answer(true), 20u);  // there is none further on
+  EXPECT_EQ(line_.next_to_ask(), nullptr);
+}
+
+TEST_F(TimelineTest, OwesAnEventUntilTheNextIsRecorded) {
+  EXPECT_FALSE(line_.owes_event());
+  line_.advance();
+  line_.reopen(1, {});
+  EXPECT_TRUE(line_.owes_event());
+  line_.advance();
+  EXPECT_FALSE(line_.owes_event());
+}
+
 TEST_F(TimelineTest, ReopenMakesTheFreesOfAnEventThatFailedCountAgain) {
   line_.note_free(4_MiB);
   line_.advance();
