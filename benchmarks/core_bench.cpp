@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <ctime>
 #include <random>
 #include <string>
@@ -95,6 +96,38 @@ TEST_CASE("random sizes and lifetimes") {
     REQUIRE(static_cast<double>(s.reserved_bytes.all().current) <
             1.05 * static_cast<double>(reserved));
   }
+}
+
+// The same with as many small sizes as large ones, of 512 B to 16 MiB: as many of each octave. What it
+// does is drawn before, so that only the allocator is measured.
+TEST_CASE("random sizes of every octave") {
+  struct Turn {
+    std::size_t slot;
+    Bytes size;
+  };
+  constexpr std::size_t kAlive = 200, kTurns = 1u << 16;
+  std::mt19937 random(1);
+  std::vector<Turn> turns;
+  for (std::size_t i = 0; i < kTurns; ++i) {
+    const double share = static_cast<double>(random()) / 4294967296.0;
+    const double size = 512 * std::pow(2.0, 15 * share);
+    turns.push_back({random() % kAlive, Bytes{static_cast<std::uint64_t>(size)}});
+  }
+  Bench b;
+  std::vector<DeviceAddr> live(kAlive);
+  std::size_t next = 0;
+  const auto one = [&] {
+    const Turn& turn = turns[next++ % kTurns];
+    DeviceAddr& slot = live[turn.slot];
+    if (slot.n != 0) b.allocator.free(slot);
+    slot = b.alloc(turn.size);
+  };
+  for (int i = 0; i < 100000; ++i) one();
+  const PathCounts before = b.paths();
+  BENCHMARK("free + allocate, 512 B to 16 MiB, 200 alive") { one(); };
+  const PathCounts after = b.paths();
+  const double hits = static_cast<double>(after.hits - before.hits);
+  REQUIRE(hits > 0.999 * (hits + static_cast<double>(after.misses - before.misses)));
 }
 
 // Two heaps want the same memory by turns: it is mapped at both places.

@@ -141,7 +141,7 @@ class Arena {
  private:
   DeviceDriver& driver_;
   AddrRange range_;
-  std::vector<Region*> slots_;                // by (address - base) / slot size
+  std::vector<Region*> slots_;  // by (address - base) / slot size
   BlockMap map_;
   std::size_t next_fit_ = 0;                                // where the last search ended
   std::map<std::uint64_t, std::unique_ptr<Region>> plain_;  // by first address

@@ -49,8 +49,7 @@ class BlockMap {
     for (std::uint32_t i = table.after(hole);; i = table.after(i)) {
       const Entry entry = table.at(i);
       if (entry.id == 0) break;
-      const bool may_move =
-          ((i - table.home(entry.tag)) & table.mask) >= ((i - hole) & table.mask);
+      const bool may_move = ((i - table.home(entry.tag)) & table.mask) >= ((i - hole) & table.mask);
       if (!may_move) continue;
       table.set(hole, entry);
       hole = i;
@@ -85,8 +84,9 @@ class BlockMap {
 
  private:
   struct Entry {
-    std::uint32_t tag = 0;  // the low bits of the granule's number: those of two blocks may be equal
-    std::uint32_t id = 0;   // 0: nothing here
+    std::uint32_t tag =
+        0;                 // the low bits of the granule's number: those of two blocks may be equal
+    std::uint32_t id = 0;  // 0: nothing here
     friend bool operator==(Entry, Entry) = default;
   };
   struct Table {

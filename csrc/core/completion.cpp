@@ -53,6 +53,7 @@ void DeviceAllocator::close_epochs(bool also_captured, bool beyond_limit) {
 // since each event costs a question as well.
 void DeviceAllocator::close_full_epochs() {
   close_epochs_if([&](const Timeline& line) {
+    mu_.assert_held();
     constexpr std::uint32_t kFrees = 16;
     constexpr std::uint64_t kPeakShare = 1024;
     if (line.fences() >= options_.max_fences || !line.stream().permanent) return false;
@@ -107,15 +108,16 @@ bool DeviceAllocator::poll(bool thorough) {
     MutexLock lock(mu_);
     std::vector<Question> next;
     for (const Question& q : questions) {
+      const auto* oldest = q.line->oldest_open();
+      const bool was_oldest = oldest == nullptr || oldest->event == q.fence.event;
       if (q.lost && q.line->lose(q.fence.event)) used.push_back(q.fence.event);
-      const bool was_last = !q.reached && (q.line->asks_oldest() || !thorough);
       q.line->note_answer(q.reached);
       if (q.reached) {
         any = true;
         q.line->reached(q.fence.epoch);
         while (const auto event = q.line->pop_reached()) used.push_back(*event);
       }
-      if (was_last) continue;
+      if (!q.reached && (was_oldest || !thorough)) continue;
       if (const auto* open = q.line->next_to_ask()) next.push_back({q.line, *open, false, false});
     }
     if (next.empty() && any) retire_pending();

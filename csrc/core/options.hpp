@@ -30,11 +30,11 @@ struct Options {
   Bytes hit_waste{2u << 20};  // idle bytes beyond the block's own that a hit may make busy
 
   // --- misses: where a place is made ready
-  int miss_runs = 32;        // free runs looked at, the smallest that fit
-  int miss_extents = 16;     // places looked at in each
-  int miss_tries = 8;        // plans tried, cheapest first
-  double price = 24;         // MiB of waste that one handle to map is worth
-  double price_pages = 4;    // the same for whole-page and big blocks; up to twice that while much is idle
+  int miss_runs = 32;      // free runs looked at, the smallest that fit
+  int miss_extents = 16;   // places looked at in each
+  int miss_tries = 8;      // plans tried, cheapest first
+  double price = 24;       // MiB of waste that one handle to map is worth
+  double price_pages = 4;  // the same for whole-page and big blocks; up to twice while much is idle
   Bytes overhang{8u << 20};  // how far a used handle may stand out over the gap it fills
   int max_aliases = 8;       // addresses at which one handle stays mapped, 1 or more
   double slack = 0;          // growth up to peak live x (1 + slack) goes before harvest

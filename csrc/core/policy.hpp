@@ -27,7 +27,7 @@ struct Policy {
   Bytes peak_live;  // bytes asked for, at most, since the start or since the cache was emptied
   Bytes capacity;   // what this process may reach at all: the cap, or the device
   bool has_settled = true;  // the peak has hardly grown for a while (allocator.cpp, note_peak())
-  Bytes idle{};    // reserved and not asked for by anybody; known at a miss
+  Bytes idle{};             // reserved and not asked for by anybody; known at a miss
   Bytes streak{};  // what the request's heap has grown by since a miss of it last used memory again
 
   bool tight() const {

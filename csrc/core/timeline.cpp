@@ -47,8 +47,8 @@ Timeline::Fence* Timeline::oldest_open() {
 Timeline::Fence* Timeline::next_to_ask() {
   Fence* oldest = oldest_open();
   if (oldest == nullptr) return nullptr;
-  return oldest + std::min<std::ptrdiff_t>(&fences_.back() - oldest,
-                                           static_cast<std::ptrdiff_t>(ahead_));
+  return oldest +
+         std::min<std::ptrdiff_t>(&fences_.back() - oldest, static_cast<std::ptrdiff_t>(ahead_));
 }
 
 bool Timeline::lose(EventId event) {

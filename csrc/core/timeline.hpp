@@ -61,7 +61,7 @@ class Timeline {
   void add_fence(std::uint64_t epoch, EventId event, std::uint64_t serial);
   // The event could not be recorded: its frees count as open again, so that a later event is.
   void reopen(std::uint32_t frees, Bytes bytes);
-  bool owes_event() const { return owes_event_; }
+  bool owes_event() const { return owes_event_; }  // since then
   // Whether that was because the stream is capturing: when the capture ends, it still exists.
   bool is_captured() const { return is_captured_; }
   void set_captured(bool captured) { is_captured_ = captured; }
@@ -101,8 +101,6 @@ class Timeline {
     constexpr std::size_t kFarthest = 3;
     ahead_ = is_reached ? std::min(kFarthest, ahead_ * 2 + 1) : ahead_ / 2;
   }
-  // The next answer is about the oldest one.
-  bool asks_oldest() const { return ahead_ == 0; }
 
   // The event of `epoch` was reached, and with it all before.
   void reached(std::uint64_t epoch) {
