@@ -224,6 +224,13 @@ c10::cuda::CUDACachingAllocator::ShareableHandle SharedMemory::share(Device& dev
     for (const SharedHandle& h : range.handles) out.put(static_cast<std::int32_t>(h.descriptor));
     return {offset, out.take()};
   }
+  TORCH_WARN_ONCE(
+      "gpumemx: a CUDA tensor was shared over memory handles of several sizes, because tensors "
+      "beside it "
+      "are shared already. Only processes with gpumemx can receive it; with torch's own allocator "
+      "they "
+      "fail with an internal assert. Install gpumemx in those too, or share this tensor before its "
+      "neighbours, or run this process with GPUMEMX_CONF=mode:plain.");
   out.put(kMixedHandles);
   put_header(out, {}, range.handles.size(), kNewest);
   for (const SharedHandle& h : range.handles) {

@@ -434,19 +434,18 @@ class DeviceAllocator {
     std::shared_ptr<SegmentSource> source;
     DeviceAddr address;
   };
-  struct Backing {                   // of a block that is to be shared
-    std::vector<Mapping*> mappings;  // all under it, by address
-    std::optional<UniformPlan> plan;
+  struct SharePlan {                     // for a block that is to be shared
+    std::vector<Mapping*> mappings;      // of ShareSite::parts; null for a page that is void
+    std::optional<UniformPlan> uniform;  // none: the block is shared over what there is
   };
   struct Exchange {  // of the handles under a block
-    struct Old {
+    struct Place {
       AddrRange range;
-      HandleId handle;
+      HandleId handle{};
     };
-    AddrRange before, after;  // the pages of the old handles, and of the new ones
-    Bytes size;               // of a new one
-    std::vector<Old> old;
-    std::vector<HandleId> fresh;
+    AddrRange range;           // all of it gets new handles
+    std::vector<Place> old;    // those that stand in it
+    std::vector<Place> fresh;  // from one end to the other
   };
   struct Import {
     AddrRange range;
@@ -582,10 +581,13 @@ class DeviceAllocator {
   std::optional<Result<SharedRange>> share_as_it_is(DeviceAddr address)
       GPUMEMX_EXCLUDES(work_mu_, mu_);
   Result<Block*> block_in_use(DeviceAddr address) const GPUMEMX_REQUIRES(mu_);
-  Backing backing_of(const Block& block) const GPUMEMX_REQUIRES(mu_);
-  Result<SharedRange> export_block(Block& block, const std::vector<Mapping*>& mappings)
-      GPUMEMX_REQUIRES(work_mu_, mu_);
-  std::optional<Error> make_room_for_copy(const Backing& backing) GPUMEMX_REQUIRES(work_mu_, mu_);
+  BackingPart part_of(const Mapping& mapping, const Block& block) const GPUMEMX_REQUIRES(mu_);
+  bool is_fixed(const Region& region, DeviceAddr page) const GPUMEMX_REQUIRES(mu_);
+  Neighbour neighbour_at(const Region& region, DeviceAddr border, bool behind) const
+      GPUMEMX_REQUIRES(mu_);
+  SharePlan plan_share(const Block& block) const GPUMEMX_REQUIRES(mu_);
+  Result<SharedRange> export_block(Block& block) GPUMEMX_REQUIRES(work_mu_, mu_);
+  std::optional<Error> make_room_for_copy(const SharePlan& plan) GPUMEMX_REQUIRES(work_mu_, mu_);
   std::optional<Error> replace_backing(Block& block) GPUMEMX_REQUIRES(work_mu_, mu_);
   std::optional<Error> exchange_memory(Exchange& work) GPUMEMX_REQUIRES(work_mu_);
   void close_ended_imports() GPUMEMX_EXCLUDES(work_mu_);

@@ -91,9 +91,9 @@ class Heap {
   Block* finish_fill(Block* filling, DeviceAddr at, Bytes size);
   void cancel_fill(Block* filling);
 
-  // The handles of a run of mappings, by address, give way to others that hold the same: `fresh` stand at
-  // `range` from now on, which begins where the run does and may end beyond it, in a filling. The old
-  // handles are in no list then. REQUIRES: no free block stands there but what was just freed.
+  // The handles of mappings in `range`, by address, give way to others that hold the same: `fresh` fill
+  // all of it from now on. Pages that had no memory are in a filling. The old handles are in no list
+  // then. REQUIRES: no free block stands there but what was just freed.
   void exchange(const std::vector<Mapping*>& old, const std::vector<Handle*>& fresh,
                 AddrRange range);
 

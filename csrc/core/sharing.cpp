@@ -10,6 +10,8 @@
 #include "core/sharing.hpp"
 
 #include <algorithm>
+#include <iterator>
+#include <limits>
 #include <utility>
 
 #include "base/check.hpp"
@@ -25,51 +27,165 @@ constexpr double kExportUs = 1150;
 constexpr double kReplaceUs = 120;  // create, map twice, set access twice, unmap
 constexpr double kCopyPageUs = 1.1;
 constexpr double kExtraPageUs = 300;
-constexpr double kDisturbUs = 1e9;  // only when nothing else serves
+constexpr double kOffGridUs = 20e3;  // an end that others may stand on, and that is not on the grid
+constexpr double kDisturbUs = 150e3;  // rather a hundred handles more
+constexpr double kInTheWayUs = 10e6;  // a neighbour that only gpumemx could receive
+
+constexpr int kChainSteps = 64;  // blocks that are looked at for what the shared ones beside need
 
 constexpr int kHoldTries = 40;  // ten seconds in which the streams never come to rest
 
+DeviceAddr page_of(DeviceAddr a) { return {a.n / kPage.n * kPage.n}; }
+
+// The heap's usual handles, so that little has to be replaced.
+std::uint32_t share_grid(HeapKind kind) {
+  switch (kind) {
+    case HeapKind::kSmall: return 1;
+    case HeapKind::kRest: return 4;
+    default: return 8;
+  }
+}
+
+bool is_shared(const Block& block) { return block.state == BlockState::kLive && block.shared; }
+
+// Whether a neighbour can have handles of one size between a border that is given and its far end.
+// `pages`: of the handles, where it stands on one at that border; else 0.
+bool is_met(const Demand& demand, std::uint32_t pages) {
+  if (pages != 0 && demand.pages != 0 && pages != demand.pages) return false;
+  const std::uint64_t size = std::max(pages, demand.pages);
+  return size == 0 || (demand.from + size - 1) / size * size <= demand.to;
+}
+
+// One way to lay handles under a block: of `pages` each, with borders at `phase` and multiples beyond.
+class Layout {
+ public:
+  Layout(const ShareSite& site, const std::vector<std::uint64_t>& begins, std::uint32_t pages,
+         std::uint32_t phase)
+      : site_(site), begins_(begins), pages_(pages), phase_(phase) {}
+
+  // Nothing where it does not go, or costs more than `limit`. Sets `cost`.
+  std::optional<UniformPlan> plan(double limit, double& cost) const {
+    // In steps from a border before all parts.
+    const std::uint64_t offset = (pages_ - phase_) % pages_;
+    const auto below = [&](std::uint64_t page) { return (page + offset) / pages_ * pages_; };
+    if (below(site_.begin) < offset) return std::nullopt;
+    const std::uint64_t low = below(site_.begin) - offset;
+    const std::uint64_t high = below(site_.end - 1) + pages_ - offset;
+    if (high > begins_.back()) return std::nullopt;
+
+    UniformPlan plan{pages_, 0, 0, {}};
+    cost = cost_of_ends(low, high, plan);
+    if (cost >= limit) return std::nullopt;
+    // What lies right already stays, as far as it goes on from either end.
+    const auto stays = [&](std::size_t i) {
+      const BackingPart& part = site_.parts[i];
+      if (part.is_void || part.pages != pages_) return false;
+      if (!part.is_exported) cost += kExportUs;
+      return true;
+    };
+    std::uint64_t from = low;
+    std::size_t first = part_at(low);
+    while (from < high && begins_[first] == from && stays(first)) {
+      ++first;
+      from += pages_;
+    }
+    if (from == high) return plan;
+    std::uint64_t to = high;
+    std::size_t last = part_at(high - 1) + 1;  // behind the last that is replaced
+    while (begins_[last] == to && stays(last - 1)) {
+      --last;
+      to -= pages_;
+    }
+
+    plan.keep_front = first;
+    plan.keep_back = site_.parts.size() - last;
+    for (std::size_t i = first; i < last; ++i) {
+      const BackingPart& part = site_.parts[i];
+      if (part.fixed) return std::nullopt;
+      plan.disturbs_others = plan.disturbs_others || part.has_others;
+      cost += (part.is_void ? kExtraPageUs : kCopyPageUs) * part.pages;
+    }
+    if (plan.disturbs_others) cost += kDisturbUs;
+    const double count = static_cast<double>((to - from) / pages_);
+    if (cost + count * kExportUs >= limit) return std::nullopt;
+    const auto create = [&](std::uint64_t pages, double us) {
+      plan.created.push_back(static_cast<std::uint32_t>(pages));
+      cost += us;
+    };
+    // What others have of the handles that go, on the grid as far as it is.
+    const auto fill = [&](std::uint64_t begin, std::uint64_t end) {
+      while (begin < end) {
+        const std::uint64_t step = site_.grid - (site_.origin + begin) % site_.grid;
+        create(std::min(step, end - begin), kReplaceUs);
+        begin += std::min(step, end - begin);
+      }
+    };
+    fill(begins_[first], from);
+    for (std::uint64_t page = from; page < to; page += pages_) {
+      create(pages_, kExportUs + kReplaceUs);
+    }
+    fill(to, begins_[last]);
+    if (cost >= limit) return std::nullopt;
+    return plan;
+  }
+
+ private:
+  // The part that covers a page.
+  std::size_t part_at(std::uint64_t page) const {
+    const auto above = std::upper_bound(begins_.begin(), begins_.end(), page);
+    return static_cast<std::size_t>(above - begins_.begin()) - 1;
+  }
+
+  double cost_of_ends(std::uint64_t low, std::uint64_t high, UniformPlan& plan) const {
+    double cost = 0;
+    const bool on_grid = pages_ == site_.grid && (site_.origin + low) % site_.grid == 0;
+    const auto look = [&](std::uint64_t distance, bool is_filled,
+                          const std::vector<Neighbour>& neighbours) {
+      if (!on_grid && (distance > 0 || !is_filled)) cost += kOffGridUs;
+      if (distance >= neighbours.size()) return;
+      const Neighbour& neighbour = neighbours[distance];
+      if (!neighbour.demand || is_met(*neighbour.demand, neighbour.is_across ? pages_ : 0)) return;
+      plan.in_the_way = true;
+      cost += kInTheWayUs;
+    };
+    look(site_.begin - low, site_.fills_first, site_.before);
+    look(high - site_.end, site_.fills_last, site_.after);
+    return cost;
+  }
+
+  const ShareSite& site_;
+  const std::vector<std::uint64_t>& begins_;  // of the parts, and where the last ends
+  const std::uint32_t pages_;
+  const std::uint32_t phase_;
+};
+
 }  // namespace
 
-std::optional<UniformPlan> plan_uniform(const std::vector<BackingPart>& parts, std::uint64_t room) {
-  const auto is_other = [&](const BackingPart& part) { return part.pages != parts.front().pages; };
-  if (std::none_of(parts.begin(), parts.end(), is_other)) {
-    return UniformPlan{parts.front().pages, parts.size(), 0};
-  }
+std::optional<UniformPlan> plan_uniform(const ShareSite& site) {
+  std::vector<std::uint64_t> begins{0};
+  for (const BackingPart& part : site.parts) begins.push_back(begins.back() + part.pages);
   std::optional<UniformPlan> best;
-  double best_cost = 0;
-  const auto consider = [&](std::uint32_t pages, std::size_t front, std::size_t back) {
-    UniformPlan plan{pages, front, back};
-    std::uint64_t replaced = 0;
+  double best_cost = std::numeric_limits<double>::infinity();
+  const auto consider = [&](std::uint32_t pages, std::uint64_t border) {
     double cost = 0;
-    for (std::size_t i = 0; i < parts.size(); ++i) {
-      const BackingPart& part = parts[i];
-      if (i < front || i >= parts.size() - back) {
-        if (!part.is_exported) cost += kExportUs;
-        continue;
-      }
-      if (part.fixed) return;
-      replaced += part.pages;
-      plan.disturbs_others = plan.disturbs_others || part.has_others;
-    }
-    plan.created = (replaced + pages - 1) / pages;
-    plan.extra = plan.created * pages - replaced;
-    if (plan.extra > (back == 0 ? room : 0)) return;
-    cost += static_cast<double>(plan.created) * (kExportUs + kReplaceUs) +
-            static_cast<double>(replaced) * kCopyPageUs +
-            static_cast<double>(plan.extra) * kExtraPageUs;
-    if (plan.disturbs_others) cost += kDisturbUs;
-    if (best && cost >= best_cost) return;
-    best = plan;
+    auto plan = Layout(site, begins, pages, static_cast<std::uint32_t>(border % pages))
+                    .plan(best_cost, cost);
+    if (!plan) return;
+    best = std::move(plan);
     best_cost = cost;
   };
-  for (std::uint32_t pages = 1; pages <= kMaxHandlePages; ++pages) {
-    const auto other = [&](const BackingPart& part) { return part.pages != pages; };
-    const auto front = std::find_if(parts.begin(), parts.end(), other) - parts.begin();
-    const auto back = std::find_if(parts.rbegin(), parts.rend(), other) - parts.rbegin();
-    consider(pages, static_cast<std::size_t>(front), static_cast<std::size_t>(back));
-    if (back != 0) consider(pages, static_cast<std::size_t>(front), 0);
+  const auto above = std::upper_bound(begins.begin(), begins.end(), site.begin);
+  const auto first = static_cast<std::size_t>(above - begins.begin()) - 1;
+  consider(site.parts[first].pages, begins[first]);
+  const bool is_uniform = best && best->is_nothing();
+  if (is_uniform && !best->in_the_way) {
+    best->is_optional = true;
+    return best;
   }
+  for (std::uint32_t pages = 1; pages <= kMaxHandlePages; ++pages) {
+    for (std::uint32_t phase = 0; phase < pages; ++phase) consider(pages, phase);
+  }
+  if (best) best->is_optional = is_uniform;
   return best;
 }
 
@@ -97,7 +213,11 @@ Result<SharedRange> DeviceAllocator::share(DeviceAddr address) {
       const MutexLock lock(mu_);
       const auto block = block_in_use(address);
       if (!block.ok()) return block.error();
-      if (auto error = make_room_for_copy(backing_of(*block.value()))) return *error;
+      const SharePlan plan = plan_share(*block.value());
+      if (auto error = make_room_for_copy(plan)) {
+        if (plan.uniform->is_optional) return export_block(*block.value());
+        return *error;
+      }
       for (const Timeline* line : timeline_list_) {
         // Others may be gone, or be another thread's.
         if (line->stream().permanent) streams.push_back(line->stream().ref);
@@ -120,7 +240,7 @@ Result<SharedRange> DeviceAllocator::share(DeviceAddr address) {
     const MutexLock lock(mu_);
     block = block_in_use(address);
     if (!block->ok()) return block->error();
-    return export_block(*block->value(), backing_of(*block->value()).mappings);
+    return export_block(*block->value());
   }
   return Error{Errc::kDriverFailure, {}, "share: the streams of this device never come to rest"};
 }
@@ -135,9 +255,13 @@ std::optional<Result<SharedRange>> DeviceAllocator::share_as_it_is(DeviceAddr ad
   if (!driver_.traits().exportable) {
     return Error{Errc::kUnsupported, block.value()->size, "share: this device can't export memory"};
   }
-  const Backing backing = backing_of(*block.value());
-  if (backing.plan && !backing.plan->is_nothing()) return std::nullopt;
-  return export_block(*block.value(), backing.mappings);
+  const SharePlan plan = plan_share(*block.value());
+  const bool is_known = block.value()->shared;
+  const bool is_right = plan.uniform && plan.uniform->is_nothing() && !plan.uniform->in_the_way;
+  // There may be more ways once the device has come to rest, which can't be had during a capture.
+  const bool is_all = captures_.load() > 0 && (!plan.uniform || plan.uniform->is_optional);
+  if (!is_known && !is_right && !is_all) return std::nullopt;
+  return export_block(*block.value());
 }
 
 Result<Block*> DeviceAllocator::block_in_use(DeviceAddr address) const {
@@ -152,52 +276,148 @@ Result<Block*> DeviceAllocator::block_in_use(DeviceAddr address) const {
   return block;
 }
 
-DeviceAllocator::Backing DeviceAllocator::backing_of(const Block& block) const {
-  Backing backing;
-  const Region& region = *block.region;
-  std::vector<BackingPart> parts;
-  for (DeviceAddr a = block.begin; a < block.end();) {
-    Mapping* mapping = region.mapping_at(a);
-    backing.mappings.push_back(mapping);
-    BackingPart part;
-    part.pages = mapping->handle->pages;
-    part.is_exported = mapping->handle->exported;
-    for (const Block* b = region.block_covering(mapping->begin, books_.blocks);
-         b != nullptr && b->begin < mapping->end(); b = b->next) {
-      if (b == &block || b->is_free()) continue;
-      part.has_others = true;
-      part.fixed = part.fixed || (b->state == BlockState::kLive && b->shared);
-    }
-    if (block.shared) part.fixed = true;  // its consumers have what is there now
-    parts.push_back(part);
-    a = mapping->end();
+BackingPart DeviceAllocator::part_of(const Mapping& mapping, const Block& block) const {
+  BackingPart part;
+  part.pages = mapping.handle->pages;
+  part.is_exported = mapping.handle->exported;
+  for (const Block* b = mapping.region->block_covering(mapping.begin, books_.blocks);
+       b != nullptr && b->begin < mapping.end(); b = b->next) {
+    if (b == &block || b->is_free()) continue;
+    part.has_others = true;
+    part.fixed = part.fixed || is_shared(*b);
   }
-
-  // Behind the last handle: pages without memory, where nothing is queued any more.
-  const DeviceAddr end = backing.mappings.back()->end();
-  const Block* next =
-      end < region.range.end() ? region.block_covering(end, books_.blocks) : nullptr;
-  std::uint64_t room = 0;
-  if (next != nullptr && next->state == BlockState::kVoid) {
-    for (DeviceAddr a = end; a < next->end() && room < kMaxHandlePages; a = a + kPage, ++room) {
-      const Mapping* m = region.mapping_at(a);
-      if (m != nullptr && !m->last_use.complete()) break;
-    }
-  }
-  backing.plan = plan_uniform(parts, room);
-  return backing;
+  return part;
 }
 
-Result<SharedRange> DeviceAllocator::export_block(Block& block,
-                                                  const std::vector<Mapping*>& mappings) {
+// Whether another shared block stands on what is mapped at `page`.
+bool DeviceAllocator::is_fixed(const Region& region, DeviceAddr page) const {
+  const Mapping* mapping = region.mapping_at(page);
+  if (mapping == nullptr || !mapping->is_home() || !mapping->handle->exported) return false;
+  for (const Block* b = region.block_covering(mapping->begin, books_.blocks);
+       b != nullptr && b->begin < mapping->end(); b = b->next) {
+    if (is_shared(*b)) return true;
+  }
+  return false;
+}
+
+// Of the block that stands at the page border `border`, before it or behind it.
+Neighbour DeviceAllocator::neighbour_at(const Region& region, DeviceAddr border,
+                                        bool behind) const {
+  Neighbour neighbour;
+  const AddrRange whole = region.range;
+  if (behind ? border >= whole.end() : border <= whole.begin) return neighbour;
+  const Block* b = region.block_covering(behind ? border : border - kGranule, books_.blocks);
+  neighbour.is_across = behind ? b->begin < border : b->end() > border;
+  const auto distance = [&](DeviceAddr to) {
+    return (behind ? to - border : border - to).n / kPage.n;
+  };
+  // What is shared already needs nothing more, what is pending never will.
+  const auto may_be_shared = [](const Block* block) {
+    return block != nullptr && block->state == BlockState::kLive && !block->shared;
+  };
+  if (!may_be_shared(b)) return neighbour;
+  DeviceAddr tip;  // the last granule, seen from the border
+  for (int steps = 0;; ++steps) {
+    tip = behind ? b->end() - kGranule : b->begin;
+    if (is_fixed(region, tip)) {
+      const Mapping& mapping = *region.mapping_at(tip);
+      const DeviceAddr near = behind ? mapping.begin : mapping.end();
+      if (behind ? near < border : near > border) return neighbour;  // one handle holds all of it
+      neighbour.demand = {distance(near), distance(near), mapping.handle->pages};
+      return neighbour;
+    }
+    const Block* beyond = behind ? b->next : b->prev;
+    const DeviceAddr edge = behind ? b->end() : b->begin;
+    if (edge.n % kPage.n == 0) break;
+    if (!may_be_shared(beyond) || steps == kChainSteps) return neighbour;  // all is open there
+    b = beyond;
+  }
+  // Handles may end anywhere between its last page and the next that is fixed.
+  DeviceAddr page = page_of(tip);
+  Demand demand;
+  demand.from = demand.to = distance(behind ? page + kPage : page);
+  for (; demand.to < demand.from + kMaxHandlePages; ++demand.to) {
+    if (behind ? page + kPage >= whole.end() : page <= whole.begin) break;
+    page = behind ? page + kPage : page - kPage;
+    if (is_fixed(region, page)) break;
+  }
+  if (demand.to < demand.from + kMaxHandlePages) neighbour.demand = demand;
+  return neighbour;
+}
+
+DeviceAllocator::SharePlan DeviceAllocator::plan_share(const Block& block) const {
+  SharePlan plan;
+  if (block.shared) return plan;  // its consumers have what is there now
+  const Region& region = *block.region;
+  const HeapSet& set = block.heap->set();
+  ShareSite site;
+  // What may be replaced beside the block, as far as handles under it can reach; nothing where memory is
+  // on its way out, or in place for a graph.
+  const auto is_movable = [&](const Mapping& m) {
+    return m.uses > 0 || m.handle->idle_list != nullptr || set.is_private;
+  };
+  const auto is_room = [&](DeviceAddr page) {
+    if (region.block_covering(page, records_)->state != BlockState::kVoid) return false;
+    const Mapping* m = region.mapping_at(page);
+    return m == nullptr || m->last_use.complete();
+  };
+  // A part at `page`, or null; a page that is void has no mapping.
+  const auto part_at = [&](DeviceAddr page) -> std::optional<Mapping*> {
+    if (is_room(page)) return nullptr;
+    Mapping* m = region.mapping_at(page);
+    if (m == nullptr || !m->is_home() || !is_movable(*m)) return std::nullopt;
+    return m;
+  };
+  const DeviceAddr first = page_of(block.begin);
+  const DeviceAddr last = page_of(block.end() - kGranule);
+  const Bytes reach = kPage * (kMaxHandlePages - 1);
+
+  DeviceAddr low = region.mapping_at(first)->begin;
+  while (low > region.range.begin && low + reach > first) {
+    const auto part = part_at(low - kPage);
+    if (!part) break;
+    low = *part == nullptr ? low - kPage : (*part)->begin;
+  }
+  for (DeviceAddr a = low; a < region.range.end() && a <= last + reach;) {
+    const auto part = part_at(a);
+    if (!part) break;
+    plan.mappings.push_back(*part);
+    site.parts.push_back(*part == nullptr ? BackingPart{1, /*is_void=*/true}
+                                          : part_of(**part, block));
+    a = a + kPage * site.parts.back().pages;
+  }
+  site.begin = (first - low).n / kPage.n;
+  site.end = (last - low).n / kPage.n + 1;
+  site.fills_first = block.begin == first;
+  site.fills_last = block.end() == last + kPage;
+  for (std::uint32_t i = 0; i < kMaxHandlePages; ++i) {
+    const Bytes distance = kPage * i;
+    if (distance <= first - region.range.begin) {
+      site.before.push_back(neighbour_at(region, first - distance, /*behind=*/false));
+    }
+    if (distance < region.range.end() - last) {
+      site.after.push_back(neighbour_at(region, last + kPage + distance, /*behind=*/true));
+    }
+  }
+  site.grid = share_grid(block.heap->kind());
+  site.origin = (low - region.range.begin).n / kPage.n;
+  plan.uniform = plan_uniform(site);
+  return plan;
+}
+
+Result<SharedRange> DeviceAllocator::export_block(Block& block) {
   SharedRange shared;
-  shared.range = {mappings.front()->begin, mappings.back()->end() - mappings.front()->begin};
   std::vector<HandleId> handles;
-  for (const Mapping* mapping : mappings) {
+  const Region& region = *block.region;
+  DeviceAddr end = shared.range.begin = region.mapping_at(block.begin)->begin;
+  while (end < block.end()) {
+    const Mapping* mapping = region.mapping_at(end);
     mapping->handle->exported = true;
     handles.push_back(mapping->handle->driver);
     shared.handles.push_back({mapping->size(), -1});
+    end = mapping->end();
   }
+  shared.range.size = end - shared.range.begin;
   block.shared = true;
   const MutexUnlock driver_only(mu_);
   for (std::size_t i = 0; i < handles.size(); ++i) {
@@ -209,47 +429,52 @@ Result<SharedRange> DeviceAllocator::export_block(Block& block,
 }
 
 // The old memory and the new stand side by side for a moment.
-std::optional<Error> DeviceAllocator::make_room_for_copy(const Backing& backing) {
-  if (!backing.plan) return std::nullopt;
-  const Bytes more = kPage * (backing.plan->created * backing.plan->pages);
+std::optional<Error> DeviceAllocator::make_room_for_copy(const SharePlan& plan) {
+  if (!plan.uniform) return std::nullopt;
+  Bytes more;
+  for (const std::uint32_t pages : plan.uniform->created) more += kPage * pages;
   if (reserved() + more > cap()) (void)release_idle(cap() < more ? Bytes{} : cap() - more);
   if (reserved() + more <= cap()) return std::nullopt;
   return Error{Errc::kOutOfMemory, more, "share: no room for a copy of the block's memory"};
 }
 
-// Replaces the handles between those that stay. All that is free on them and behind them is taken away
+// Replaces the handles between those that stay. All that is free on them and beside them is taken away
 // from others meanwhile; other blocks in use there (UniformPlan::disturbs_others) can't be.
 // REQUIRES: the device was idle, and the streams that are known are held.
 std::optional<Error> DeviceAllocator::replace_backing(Block& block) {
-  const Backing backing = backing_of(block);
-  if (!backing.plan || backing.plan->is_nothing()) return std::nullopt;
-  const UniformPlan& plan = *backing.plan;
+  const SharePlan plan = plan_share(block);
+  if (!plan.uniform || plan.uniform->is_nothing()) return std::nullopt;
+  const UniformPlan& uniform = *plan.uniform;
   Heap& heap = *block.heap;
   Region& region = *block.region;
-  const auto first = backing.mappings.begin() + static_cast<std::ptrdiff_t>(plan.keep_front);
-  const auto last = backing.mappings.end() - static_cast<std::ptrdiff_t>(plan.keep_back);
-  const std::vector<Mapping*> old(first, last);
-  const Bytes size = kPage * plan.pages;
-  const AddrRange before{old.front()->begin, old.back()->end() - old.front()->begin};
-  const AddrRange after{before.begin, size * plan.created};
-
-  std::vector<Unmap> unmaps;
-  for (DeviceAddr a = before.end(); a < after.end(); a = a + kPage) {
-    if (Mapping* stale = region.mapping_at(a)) drop_alias(stale, unmaps);
-  }
-  std::vector<Block*> fillings;
-  if (after.end() > before.end()) fillings.push_back(heap.begin_fill(before.end(), after.end()));
-  for (Block* b = region.block_covering(before.begin, books_.blocks);
-       b != nullptr && b->begin < before.end(); b = b->next) {
-    if (!b->is_free()) continue;
-    b = heap.begin_fill(std::max(b->begin, before.begin), std::min(b->end(), before.end()));
-    fillings.push_back(b);
-  }
-
-  Exchange work{before, after, size, {}, {}};
+  const auto first = plan.mappings.begin() + static_cast<std::ptrdiff_t>(uniform.keep_front);
+  const auto last = plan.mappings.end() - static_cast<std::ptrdiff_t>(uniform.keep_back);
+  std::vector<Mapping*> old;
+  std::copy_if(first, last, std::back_inserter(old), [](const Mapping* m) { return m != nullptr; });
+  DeviceAddr begin = old.front()->begin;
+  for (auto i = first; *i == nullptr; ++i) begin = begin - kPage;
+  Exchange work{{begin, {}}, {}, {}};
   for (const Mapping* mapping : old) {
     work.old.push_back({{mapping->begin, mapping->size()}, mapping->handle->driver});
   }
+  for (const std::uint32_t pages : uniform.created) {
+    work.fresh.push_back({{work.range.end(), kPage * pages}, {}});
+    work.range.size += kPage * pages;
+  }
+
+  std::vector<Unmap> unmaps;
+  for (DeviceAddr a = begin; a < work.range.end(); a = a + kPage) {
+    Mapping* mapping = region.mapping_at(a);
+    if (mapping != nullptr && !mapping->is_home()) drop_alias(mapping, unmaps);
+  }
+  std::vector<Block*> fillings;
+  for (Block* b = region.block_covering(begin, books_.blocks);
+       b != nullptr && b->begin < work.range.end(); b = b->next) {
+    if (!b->is_free()) continue;
+    b = heap.begin_fill(std::max(b->begin, begin), std::min(b->end(), work.range.end()));
+    fillings.push_back(b);
+  }
+
   std::optional<Error> error;
   {
     const MutexUnlock driver_only(mu_);
@@ -258,8 +483,9 @@ std::optional<Error> DeviceAllocator::replace_backing(Block& block) {
   }
 
   std::vector<Handle*> fresh;
-  for (const HandleId created : work.fresh) {  // on failure those that could not be released
-    Handle* handle = books_.handles.add(created, plan.pages);
+  for (const Exchange::Place& place : work.fresh) {  // on failure what could not be released
+    if (place.handle == HandleId{}) continue;
+    Handle* handle = books_.handles.add(place.handle, Policy::pages(place.range.size));
     handle->small = is_small(heap.kind());
     books_.stats.reserved_bytes.add(handle->small, handle->size().n);
     ++books_.stats.num_device_alloc;
@@ -269,10 +495,10 @@ std::optional<Error> DeviceAllocator::replace_backing(Block& block) {
   if (!error) {
     idle.clear();
     for (const Mapping* mapping : old) idle.push_back(mapping->handle);
-    heap.exchange(old, fresh, after);
+    heap.exchange(old, fresh, work.range);
     books_.stats.paths.created += fresh.size();
     books_.stats.paths.rebacked += fresh.size();
-    if (plan.disturbs_others) ++books_.stats.paths.disturbed;
+    if (uniform.disturbs_others) ++books_.stats.paths.disturbed;
   }
   for (Handle* handle : idle) books_.handles.loose().push(handle);
   for (Block* filling : fillings) heap.cancel_fill(filling);
@@ -283,10 +509,10 @@ std::optional<Error> DeviceAllocator::replace_backing(Block& block) {
 // The driver's part: copies to new handles at an address that nobody uses, then changes places. On
 // failure everything is as it was, but for handles in `fresh` that the driver would not take back.
 std::optional<Error> DeviceAllocator::exchange_memory(Exchange& work) {
-  const auto scratch = driver_.reserve(work.after.size, kPage);
+  const auto scratch = driver_.reserve(work.range.size, kPage);
   if (!scratch.ok()) return scratch.error();
-  const auto at = [&](AddrRange range, std::size_t i) {
-    return AddrRange{range.begin + work.size * i, work.size};
+  const auto in_scratch = [&](AddrRange range) {
+    return AddrRange{scratch.value().begin + (range.begin - work.range.begin), range.size};
   };
   std::optional<Error> error;
   const auto failed = [&](const auto& result) {
@@ -294,17 +520,23 @@ std::optional<Error> DeviceAllocator::exchange_memory(Exchange& work) {
     return !result.ok();
   };
 
-  std::size_t in_scratch = 0;
-  for (const std::size_t count = work.after.size.n / work.size.n; in_scratch < count;) {
-    auto created = driver_.create(work.size);
+  std::size_t mapped = 0;  // at the scratch address
+  for (; mapped < work.fresh.size();) {
+    Exchange::Place& fresh = work.fresh[mapped];
+    const AddrRange range = in_scratch(fresh.range);
+    auto created = driver_.create(range.size);
     if (failed(created)) break;
-    work.fresh.push_back(created.value());
-    if (failed(driver_.map(at(scratch.value(), in_scratch), created.value()))) break;
-    ++in_scratch;
-    if (failed(driver_.set_access(at(scratch.value(), in_scratch - 1)))) break;
+    fresh.handle = created.value();
+    if (failed(driver_.map(range, fresh.handle))) break;
+    ++mapped;
+    if (failed(driver_.set_access(range))) break;
   }
-  if (!error) {
-    (void)failed(driver_.copy(scratch.value().begin, work.before.begin, work.before.size));
+  for (std::size_t i = 0; !error && i < work.old.size();) {
+    AddrRange run = work.old[i].range;
+    while (++i < work.old.size() && work.old[i].range.begin == run.end()) {
+      run.size += work.old[i].range.size;
+    }
+    (void)failed(driver_.copy(in_scratch(run).begin, run.begin, run.size));
   }
 
   // From here on the block has no memory until the last call of the second loop.
@@ -313,16 +545,16 @@ std::optional<Error> DeviceAllocator::exchange_memory(Exchange& work) {
   if (!error) {
     while (taken < work.old.size() && !failed(driver_.unmap(work.old[taken].range))) ++taken;
     while (!error && placed < work.fresh.size() &&
-           !failed(driver_.map(at(work.after, placed), work.fresh[placed]))) {
+           !failed(driver_.map(work.fresh[placed].range, work.fresh[placed].handle))) {
       ++placed;
     }
-    if (!error) (void)failed(driver_.set_access(work.after, peers_));
+    if (!error) (void)failed(driver_.set_access(work.range, peers_));
   }
   if (error && taken > 0) {
     // A driver that does not even let things go back has lost a tensor's memory.
     bool is_back = error->code != Errc::kShuttingDown;
     for (std::size_t i = 0; is_back && i < placed; ++i) {
-      is_back = driver_.unmap(at(work.after, i)).ok();
+      is_back = driver_.unmap(work.fresh[i].range).ok();
     }
     for (std::size_t i = 0; is_back && i < taken; ++i) {
       is_back = driver_.map(work.old[i].range, work.old[i].handle).ok() &&
@@ -333,10 +565,14 @@ std::optional<Error> DeviceAllocator::exchange_memory(Exchange& work) {
   }
 
   bool all_gone = true;
-  for (std::size_t i = 0; i < in_scratch; ++i)
-    all_gone = unmap_for_good(at(scratch.value(), i)) && all_gone;
+  for (std::size_t i = 0; i < mapped; ++i)
+    all_gone = unmap_for_good(in_scratch(work.fresh[i].range)) && all_gone;
   if (all_gone) (void)driver_.unreserve(scratch.value());
-  if (error) std::erase_if(work.fresh, [&](HandleId h) { return driver_.release(h).ok(); });
+  if (error) {
+    for (Exchange::Place& place : work.fresh) {
+      if (place.handle != HandleId{} && driver_.release(place.handle).ok()) place.handle = {};
+    }
+  }
   return error;
 }
 
@@ -354,6 +590,7 @@ void Heap::exchange(const std::vector<Mapping*>& old, const std::vector<Handle*>
   Stamp last_use;  // of neighbours; all of it on this heap's own stream
   for (Mapping* mapping : old) {
     Handle* handle = mapping->handle;
+    if (handle->idle_list != nullptr) handle->idle_list->remove(handle);  // idle since just now
     if (!mapping->last_use.complete() && mapping->last_use.epoch >= last_use.epoch) {
       last_use = mapping->last_use;
     }

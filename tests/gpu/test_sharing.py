@@ -526,12 +526,14 @@ def descriptors(device: None) -> str:
     return why_no_descriptors()
 
 
-def run(scenario: str, producer: str, consumer: str, descriptors: str) -> None:
+def run(scenario: str, producer: str, consumer: str, descriptors: str, seed: int = 0) -> None:
     if producer in ("gpumemx", "expandable"):
         skip_or_fail(descriptors)
     dropped = ("GPUMEMX_CONF", "GPUMEMX_DISABLE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     environment = {k: v for k, v in os.environ.items() if k not in dropped}
     command = [sys.executable, __file__, scenario, "--producer", producer, "--consumer", consumer]
+    if seed:
+        command += ["--seed", str(seed)]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -558,9 +560,15 @@ def test_from_gpumemx(scenario: str, consumer: str, descriptors: str) -> None:
 
 
 @pytest.mark.gpu
-def test_neighbours_of_any_sizes(descriptors: str) -> None:
-    # Where shared neighbours allow no common size, only gpumemx can receive.
-    run("odd_neighbours", "gpumemx", "gpumemx", descriptors)
+@pytest.mark.parametrize("consumer", ["gpumemx", "stock"])
+def test_neighbours_of_any_sizes(consumer: str, descriptors: str) -> None:
+    run("odd_neighbours", "gpumemx", consumer, descriptors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(2, 8))
+def test_batches_of_any_sizes_to_stock_torch(seed: int, descriptors: str) -> None:
+    run("both_sides", "gpumemx", "stock", descriptors, seed)
 
 
 def main() -> int:
@@ -568,9 +576,13 @@ def main() -> int:
     parser.add_argument("scenario", choices=SCENARIOS)
     parser.add_argument("--producer", default="gpumemx")
     parser.add_argument("--consumer", default="gpumemx")
+    parser.add_argument("--seed", type=int, help="of both_sides")
     args = parser.parse_args()
     begin(args.producer)
-    SCENARIOS[args.scenario](args.consumer)
+    if args.seed is None:
+        SCENARIOS[args.scenario](args.consumer)
+    else:
+        both_sides(args.consumer, args.seed)
     return 0
 
 
