@@ -10,7 +10,7 @@ import os
 import textwrap
 
 import pytest
-from torch_tools import GIB, MIB, simulated
+from torch_tools import GIB, MIB, SIMULATED, program, simulated
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("adapter")]
 
@@ -129,6 +129,28 @@ def test_handles_of_several_sizes_are_read() -> None:
         refused(text[:-4], "names", "handles")
         """
     )
+
+
+def test_a_tensor_that_stock_torch_cannot_receive_is_warned_about_once() -> None:
+    done = program(
+        SIMULATED
+        + textwrap.dedent(HELPERS)
+        + textwrap.dedent(
+            """
+            free(alloc(10 * MIB))
+            low, middle, high = (alloc(mib * MIB + 512) for mib in (9, 12, 9))
+            free(middle)
+            assert [parse(share(a)[1])[1] for a in (low, high)] == ["e", "e"]
+            assert alloc(12 * MIB + 512) == middle
+            offset, text = share(middle)
+            assert parse(text)[1] == "g" and share(middle) == (offset, text)
+            open_(0, text).close()
+            """
+        )
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("handles of several sizes") == 1
+    assert "GPUMEMX_CONF=mode:plain" in done.stderr
 
 
 def test_what_is_no_handle_is_refused() -> None:

@@ -486,6 +486,37 @@ TEST_F(SharingTest, SharingNeedsRoomForTheCopyWithinTheCap) {
   free(b);
 }
 
+// Placed later between two that are shared over handles that do not agree: it is shared nevertheless.
+TEST_F(SharingTest, ABlockThatCanHaveNoHandlesOfOneSizeIsSharedOverSeveral) {
+  free(alloc(10_MiB));  // an idle handle that is no multiple of the others
+  const Bytes size = 12_MiB + 512_B;
+  const DeviceAddr low = alloc(9_MiB + 512_B);
+  const DeviceAddr middle = alloc(size);
+  const DeviceAddr high = alloc(9_MiB + 512_B);
+  free(middle);  // or the others would be laid out for its sake
+  EXPECT_TRUE(share(low).is_uniform());
+  EXPECT_TRUE(share(high).is_uniform());
+  ASSERT_EQ(alloc(size), middle);
+  fill(middle, size, 1000);
+  const SharedRange shared = share(middle);
+  EXPECT_FALSE(shared.is_uniform());
+  const DeviceAddr there = import(shared);
+  check(there + (middle - shared.range.begin), size, 1000);
+  EXPECT_EQ(descriptors(share(middle)), descriptors(shared));
+  allocator_->close_import(there);
+  for (const DeviceAddr block : {low, middle, high}) free(block);
+}
+
+// The same, but in use all the time.
+TEST_F(SharingTest, NeighboursInUseAreLaidOutForToo) {
+  free(alloc(10_MiB));
+  const DeviceAddr low = alloc(9_MiB + 512_B);
+  const DeviceAddr middle = alloc(12_MiB + 512_B);
+  const DeviceAddr high = alloc(9_MiB + 512_B);
+  for (const DeviceAddr block : {low, high, middle}) EXPECT_TRUE(share(block).is_uniform());
+  for (const DeviceAddr block : {low, middle, high}) free(block);
+}
+
 TEST_F(SharingTest, EveryDriverCallMayFail) {
   for (const DriverCall call :
        {DriverCall::kSynchronize, DriverCall::kHold, DriverCall::kReserve, DriverCall::kCreate,
