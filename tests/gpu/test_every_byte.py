@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """memory_info() on a device: in ten states little is unexplained, and what is planted is found.
 
-python -m pytest -s tests/gpu/test_memory_info.py, with the built package on PYTHONPATH and
+python -m pytest -s tests/gpu/test_every_byte.py, with the built package on PYTHONPATH and
 nvidia-ml-py. Without a device it is skipped; GPUMEMX_REQUIRE_GPU=1 makes that a failure. Prints the
 figures of all states.
 """
