@@ -331,7 +331,8 @@ PYBIND11_MODULE(GPUMEMX_TORCH_MODULE, m) {
                               found->second.plain, found->second.exportable);
       },
       py::arg("address"),
-      "Of the live block there: device, address, size, handles as pairs of address and size, whether "
+      "Of the live block there: device, address, size, handles as pairs of address and size, "
+      "whether "
       "it is plain, whether handles can be exported; or None. REQUIRES: is_installed().");
   m.def(
       "paths", [](int device) { return paths(DeviceView(device).stats()); }, py::arg("device"),
