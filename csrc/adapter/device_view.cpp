@@ -5,7 +5,7 @@
 #include <c10/cuda/CUDAFunctions.h>
 
 #include <algorithm>
-#include <iterator>
+#include <map>
 
 #include "adapter/blas_workspaces.hpp"
 #include "adapter/pool_names.hpp"

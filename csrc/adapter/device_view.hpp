@@ -48,7 +48,7 @@ class DeviceView {
   // Gives back what is cached until `target` bytes are reserved, or nothing more can go. torch's own
   // allocator knows only all or nothing.
   TrimReport trim(Bytes target, bool wait) const;
-  // All of it, and what was expected to come back. torch's own always waits.
+  // All of it, and what was to come back. torch's own always waits for queued work.
   TrimReport clear_cache(bool wait) const { return trim({}, wait); }
   Stats stats() const;                   // zeros where gpumemx has not opened the device
   DriverFigures driver_figures() const;  // the same

