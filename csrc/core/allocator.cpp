@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <thread>
 
 #include "base/check.hpp"
 #include "core/planted.hpp"
@@ -373,6 +374,10 @@ void DeviceAllocator::begin_capture() {
   const MutexLock work(work_mu_);
   captures_.fetch_add(1);
   gate_.reasons.fetch_add(1);
+  // An event that another thread records just now, on a stream that it has found in no capture, would get
+  // into this one. CUDA does not synchronize graphs: at the same moment as this thread's own work that
+  // crashes. Who records from here on finds the stream in a capture. Some microseconds.
+  while (recording_.load() != 0) std::this_thread::yield();
 }
 
 void DeviceAllocator::end_capture() {

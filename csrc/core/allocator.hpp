@@ -211,7 +211,8 @@ class DeviceAllocator {
 
   // Between the two, no request waits, no plain memory is freed, no memory is moved. May nest.
   // begin_capture() comes before the driver's begin of the capture, and blocks while another thread is
-  // in a miss or moves memory; end_capture() after its end and before its stream is destroyed.
+  // in a miss, moves memory or records an event; end_capture() after its end and before its stream is
+  // destroyed.
   void begin_capture() GPUMEMX_EXCLUDES(work_mu_, mu_);
   void end_capture() GPUMEMX_EXCLUDES(work_mu_, mu_);
 
@@ -621,6 +622,7 @@ class DeviceAllocator {
   std::atomic<bool> shut_down_{false};
   std::atomic<bool> plain_mode_{false};
   std::atomic<int> captures_{0};
+  std::atomic<int> recording_{0};  // threads that record an event; see begin_capture()
   std::atomic<bool> has_returned_{false};  // whether returned_ may hold something
   std::atomic<std::size_t> pending_count_{0};
   std::atomic<int> wanting_work_{0};  // allocating threads that wait for work_mu_ or hold it

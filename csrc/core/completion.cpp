@@ -23,7 +23,9 @@ bool DeviceAllocator::wants_fence(const Timeline& line) const {
 // `in_pool`: all that it would be for is of private pools. In a capture their work is a graph's, which release_pool()
 // waits for, and a stream that was made in the capture may be gone when it ends: no event then.
 void DeviceAllocator::record_fence(Timeline& line, std::uint64_t epoch, bool in_pool) {
+  recording_.fetch_add(1);
   const auto event = driver_.record(line.stream().ref);
+  recording_.fetch_sub(1);
   MutexLock lock(mu_);
   list(line);
   const bool captured = !event.ok() && event.error().code == Errc::kCaptureActive;

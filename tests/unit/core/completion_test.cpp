@@ -3,6 +3,9 @@
 // When the allocator knows that work is complete: events, pending blocks, streams that die.
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <future>
+
 #include "unit/core/core_tools.hpp"
 
 namespace gpumemx {
@@ -378,6 +381,20 @@ TEST_F(CompletionTest, AReachedEventThatSomebodyStillWaitsForHidesNoLaterOne) {
   EXPECT_TRUE(nested);
   EXPECT_TRUE(inner.ok()) << inner.failure->text();
   EXPECT_FALSE(outer.ok());  // all of it went to the other
+}
+
+TEST_F(CompletionTest, NoCaptureBeginsWhileAnEventIsRecorded) {
+  std::future<void> capture;
+  gpu_.set_call_hook([&](DriverCall call) {
+    if (call != DriverCall::kRecord || capture.valid()) return;
+    capture = std::async(std::launch::async, [&] { allocator_->begin_capture(); });
+    EXPECT_EQ(capture.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout);
+  });
+  free(alloc(512_MiB));
+  ASSERT_TRUE(capture.valid());
+  capture.get();
+  gpu_.set_call_hook(nullptr);
+  allocator_->end_capture();
 }
 
 }  // namespace
