@@ -2,10 +2,12 @@
 #include "adapter/blas_workspaces.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <map>
 #include <mutex>
 #include <shared_mutex>
+#include <thread>
 #include <tuple>
 #include <utility>
 
@@ -44,13 +46,23 @@ auto& memory_of(Workspace& workspace) {
   }
 }
 
+// Whoever sets cuBLAS up holds it, and may wait inside for Python's lock, which our caller has.
+bool lock_for_a_moment(std::shared_lock<std::shared_mutex>& lock) {
+  for (int tries = 0; tries < 50; ++tries) {
+    if (lock.try_lock()) return true;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  return false;
+}
+
 }  // namespace
 
 std::optional<std::vector<DeviceAddr>> blas_workspaces() {
   std::vector<DeviceAddr> found;
   for (auto* kept : {&at::cuda::cublas_handle_stream_to_workspace(),
                      &at::cuda::cublaslt_handle_stream_to_workspace()}) {
-    const std::shared_lock lock(kept->mutex);
+    std::shared_lock lock(kept->mutex, std::defer_lock);
+    if (!lock_for_a_moment(lock)) return std::nullopt;
     for (const auto& [key, workspace] : kept->map) {
       const auto address = reinterpret_cast<std::uintptr_t>(memory_of(workspace).get());
       if (address != 0) found.push_back({address});

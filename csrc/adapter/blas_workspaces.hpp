@@ -13,8 +13,8 @@
 
 namespace gpumemx::adapter {
 
-// Where they begin, on all devices; nothing where this torch keeps them in a way that is not known here.
-// Starts no CUDA. REQUIRES: Python's lock is not held (a thread may wait for it inside cuBLAS's set-up).
+// Where they begin, on all devices; nothing where this torch keeps them in a way that is not known here,
+// or while another thread sets cuBLAS up for longer than 10 ms. Starts no CUDA.
 std::optional<std::vector<DeviceAddr>> blas_workspaces();
 
 // As if it were a workspace, for tests on machines without cuBLAS. False where blas_workspaces() knows

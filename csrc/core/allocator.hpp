@@ -622,7 +622,7 @@ class DeviceAllocator {
   std::atomic<bool> shut_down_{false};
   std::atomic<bool> plain_mode_{false};
   std::atomic<int> captures_{0};
-  std::atomic<int> recording_{0};  // threads that record an event; see begin_capture()
+  std::atomic<int> recording_{0};          // threads that record an event; see begin_capture()
   std::atomic<bool> has_returned_{false};  // whether returned_ may hold something
   std::atomic<std::size_t> pending_count_{0};
   std::atomic<int> wanting_work_{0};  // allocating threads that wait for work_mu_ or hold it

@@ -335,7 +335,7 @@ def _of_others(
     elif processes is not None:
         context = 0
     if known.get("workspaces", 0) is None:
-        unknown["workspaces"] = "this torch does not tell"
+        unknown["workspaces"] = "this torch does not tell, or a thread is taking one just now"
     explained = known.get("earlier", 0) + (context or 0)
     explained += sum(process.bytes or 0 for process in processes or ())
     unexplained = known.get("others", 0) - explained if known.get("device_known") else 0

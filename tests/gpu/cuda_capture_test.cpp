@@ -98,7 +98,8 @@ TEST_F(CudaCapture, BeginsWhileAnotherThreadFreesOnTheStream) {
   std::atomic<int> freed{0};
   std::thread other([&] {
     while (!stop) {
-      const AddrRange block = allocate(64_MiB, stream);  // of a size whose frees record an event each
+      // Of a size whose frees record an event each.
+      const AddrRange block = allocate(64_MiB, stream);
       allocator_->free(block.begin);
       ++freed;
     }

@@ -259,9 +259,12 @@ def test_other_pointers_cant_be_shared() -> None:
 
 
 def test_shared_memory_is_in_nobodys_way() -> None:
-    # Shares, receives and frees in turn, while another thread allocates.
-    sharing(
-        """
+    # Shares, receives and frees in turn, while another thread allocates. (Now and then what that
+    # one has makes handles of one size impossible, which is said.)
+    done = program(
+        SIMULATED
+        + HELPERS
+        + textwrap.dedent("""
         import random, threading
         stop = False
         def churn():
@@ -290,8 +293,10 @@ def test_shared_memory_is_in_nobodys_way() -> None:
         stop = True
         thread.join()
         assert gpumemx.memory_info(0).live == 0
-        """
+        """)
     )
+    assert done.returncode == 0, done.stderr
+    assert all("handles of several sizes" in line for line in done.stderr.splitlines())
 
 
 def test_peers_get_access_to_all_memory_now_and_later() -> None:

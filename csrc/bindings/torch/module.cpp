@@ -280,25 +280,16 @@ PYBIND11_MODULE(GPUMEMX_TORCH_MODULE, m) {
       py::arg("device"), "Where the bytes are, of whichever allocator torch has. Bytes.");
   m.def(
       "memory_report",
-      [](int device) {
-        adapter::DeviceReport report;
-        {
-          const py::gil_scoped_release release;
-          report = DeviceView(device).report();
-        }
-        return to_dict(report);
-      },
-      py::arg("device"), "The same by cause, and what clear_cache() would give back.");
+      // With Python's lock held: a thread that has let go of it and wants it back while the interpreter
+      // ends is ended by Python, out of a destructor of pybind11's, which ends the process.
+      [](int device) { return to_dict(DeviceView(device).report()); }, py::arg("device"),
+      "The same by cause, and what clear_cache() would give back.");
   m.def(
       "address_ranges",
       [] {
-        std::vector<AddrRange> ranges;
-        {
-          const py::gil_scoped_release release;
-          ranges = adapter::address_ranges();
-        }
         std::vector<std::pair<std::uint64_t, std::uint64_t>> out;
-        for (const AddrRange& range : ranges) out.emplace_back(range.begin.n, range.size.n);
+        for (const AddrRange& range : adapter::address_ranges())
+          out.emplace_back(range.begin.n, range.size.n);
         return out;
       },
       "Begin and size of all addresses at which torch's allocator may have memory, on all "
