@@ -36,8 +36,9 @@ class MemoryBehind:
     @property
     def registrable(self) -> bool:
         """Whether libraries that want one device allocation (`cudaIpcGetMemHandle`, ``ibv_reg_mr``
-        by peer memory, NCCL's user buffers) can register it. Otherwise: allocate it in a pool with
-        plain memory (docs/building.md, ``GPUMEMX_CONF=mode:plain``), or export its handles."""
+        by peer memory, NCCL's user buffers) can register it. Otherwise: allocate it in a
+        ``torch.cuda.MemPool(no_split=True)``, run with ``GPUMEMX_CONF=mode:plain``, or export its
+        handles."""
         return self.plain
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,6 +63,11 @@ def memory_behind(tensor: HasDataPtr | SupportsIndex) -> MemoryBehind:
     ValueError
         It is in no block of gpumemx's that is in use: an empty tensor, a CPU tensor, memory from
         before the installation or of another library.
+
+    Notes
+    -----
+    Asks neither the driver nor the device. Any thread; may wait some microseconds for one that
+    allocates.
 
     Examples
     --------

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import random
 import sys
@@ -27,7 +26,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from two_ranks import FEW_BLOCKS, RANKS, add_arguments, handles_moved, join, run_ranks
+from two_ranks import (
+    FEW_BLOCKS,
+    RANKS,
+    add_arguments,
+    handles_moved,
+    join,
+    results_of,
+    run_ranks,
+    tell,
+)
 
 MIB = 1 << 20
 STREAMS = 3  # beside the default one
@@ -347,17 +355,8 @@ def be_a_rank(args: argparse.Namespace) -> dict:
 def main() -> int:
     args = arguments()
     if args.rank is not None:
-        print("result", json.dumps(be_a_rank(args)), flush=True)
-        return 0
-    ranks = run_ranks(__file__, sys.argv[1:], limit=args.seconds + 120, **FEW_BLOCKS)
-    results = []
-    for rank, (status, text) in enumerate(ranks):
-        lines = text.splitlines()
-        found = [json.loads(line[7:]) for line in lines if line.startswith("result ")]
-        if status != 0 or not found:
-            print(f"rank {rank} ended with {status}; its last lines:", *lines[-25:], sep="\n  ")
-            continue
-        results += found
+        return tell(be_a_rank(args))
+    results = results_of(run_ranks(__file__, sys.argv[1:], limit=args.seconds + 120, **FEW_BLOCKS))
     if len(results) < RANKS:
         return 1
     done, wrong = min(r["done"] for r in results), sum(r["wrong"] for r in results)

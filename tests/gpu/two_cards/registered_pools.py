@@ -19,11 +19,19 @@ Prints a line. Exit status 1 when an element is wrong, or a registered segment h
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from random_collectives import MIB, Churn, Collectives, Streams, add_sizes, dist
-from two_ranks import FEW_BLOCKS, RANKS, add_arguments, handles_moved, join, run_ranks
+from two_ranks import (
+    FEW_BLOCKS,
+    RANKS,
+    add_arguments,
+    handles_moved,
+    join,
+    results_of,
+    run_ranks,
+    tell,
+)
 
 
 def arguments() -> argparse.Namespace:
@@ -94,17 +102,8 @@ def be_a_rank(args: argparse.Namespace) -> dict:
 def main() -> int:
     args = arguments()
     if args.rank is not None:
-        print("result", json.dumps(be_a_rank(args)), flush=True)
-        return 0
-    results = []
-    ranks = run_ranks(__file__, sys.argv[1:], limit=200, **FEW_BLOCKS)
-    for rank, (status, text) in enumerate(ranks):
-        lines = text.splitlines()
-        found = [json.loads(line[7:]) for line in lines if line.startswith("result ")]
-        if status != 0 or not found:
-            print(f"rank {rank} ended with {status}; its last lines:", *lines[-25:], sep="\n  ")
-            continue
-        results += found
+        return tell(be_a_rank(args))
+    results = results_of(run_ranks(__file__, sys.argv[1:], limit=200, **FEW_BLOCKS))
     if len(results) < RANKS:
         return 1
     wrong, moved = sum(r["wrong"] for r in results), sum(r["moved"] for r in results)

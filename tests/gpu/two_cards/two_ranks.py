@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -12,12 +13,13 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 RANKS = 2
+_TOLD = "result "
 # For programs with several communicators at a time: a kernel of NCCL's waits on the device for the
 # other rank's, and they all must find room there. A kernel that is loaded late may wait for them.
 FEW_BLOCKS = {"NCCL_MAX_CTAS": "8", "NCCL_MAX_NCHANNELS": "8", "CUDA_MODULE_LOADING": "EAGER"}
@@ -62,7 +64,26 @@ def run_ranks(
         ]
 
 
+def results_of(ranks: Sequence[tuple[int, str]]) -> list[dict[str, Any]]:
+    """Return what the ranks told by `tell`; of one that failed its last lines are printed."""
+    results: list[dict[str, Any]] = []
+    for rank, (status, text) in enumerate(ranks):
+        lines = text.splitlines()
+        found = [json.loads(line[len(_TOLD) :]) for line in lines if line.startswith(_TOLD)]
+        if status != 0 or not found:
+            print(f"rank {rank} ended with {status}; its last lines:", *lines[-25:], sep="\n  ")
+            continue
+        results += found
+    return results
+
+
 # --- in a rank
+
+
+def tell(result: dict[str, Any]) -> int:
+    """Tell the parent how it went; return the exit status."""
+    print(_TOLD + json.dumps(result), flush=True)
+    return 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
