@@ -2,7 +2,8 @@
 """What an allocation costs in C++, through torch's interface, with each allocator in turn.
 
 pairs     nanoseconds for an allocation and a free: by size class, large sizes that cycle with 16
-          alive, random sizes with random lifetimes; on 1, 4 and 16 threads; freed by another thread
+          alive, random sizes with random lifetimes; on 1, 4 and 16 threads; freed by another
+          thread. In brackets the driver calls that gpumemx waited for, which are part of it
 traces    recorded runs: reserved / live, nanoseconds an event the first time and later, driver
           time, and the smallest cap that fits with the time there
 checked   the same programs and traces with every byte written and read again, and reserved memory
@@ -131,10 +132,11 @@ def pairs(job: Job) -> Result:
     """Return nanoseconds a pair: of each program the median pass and thread, from the third pass.
 
     Each begins on an empty cache. A program that fails has its error in the place of a number.
+    Driver time is the mean of these passes, all threads together.
     """
     import torch
 
-    found: dict[str, float | str] = {}
+    found: dict[str, tuple[float, float] | str] = {}
     for name in [*programs(job["pairs"]), FOREIGN]:
         found[name] = nanoseconds(name, job)
         if not job["nothing"]:
@@ -142,23 +144,32 @@ def pairs(job: Job) -> Result:
     return {"ns": found}
 
 
-def nanoseconds(name: str, job: Job) -> float | str:
+def nanoseconds(name: str, job: Job) -> tuple[float, float] | str:
     import allocator_probe as probe
+
+    def waited() -> float:
+        return 1e9 * driver_figures().get("seconds_inline", 0.0)
 
     if name == FOREIGN:
         run = probe.foreign_frees_of_nothing if job["nothing"] else probe.foreign_frees
         try:
-            times = [run(SMALL, job["pairs"], 64) for _ in range(job["passes"] + 1)]
+            run(SMALL, job["pairs"], 64)
+            before = waited()
+            times = [run(SMALL, job["pairs"], 64) for _ in range(job["passes"])]
         except RuntimeError as error:
             return first_line(str(error))
-        return median(times[1:])
+        return median(times), (waited() - before) / (job["passes"] * job["pairs"])
     threads = threads_of(name, job["pairs"])
     run = probe.run_nothing if job["nothing"] else probe.run
-    results = run(threads, job["passes"] + 2)
+    results = run(threads, 2)
+    before = waited()
+    results += run(threads, job["passes"])
+    driver = waited() - before
     if failed := [p.error for passes in results for p in passes if p.error]:
         return first_line(failed[0])
     count = len(programs(job["pairs"])[name][0][0][0]) / 2
-    return median(p.ns for passes in results for p in passes[2:]) / count
+    timed = [p.ns for passes in results[len(threads) :] for p in passes]
+    return median(timed) / count, driver / (count * len(timed))
 
 
 def threads_of(name: str, pairs: int) -> list[Any]:
@@ -289,7 +300,9 @@ def checked(job: Job) -> Result:
 
 
 def print_pairs(workers: dict[str, Worker], args: argparse.Namespace) -> None:
-    times: dict[str, dict[str, list[float]]] = {who: defaultdict(list) for who in workers}
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {
+        who: defaultdict(list) for who in workers
+    }
     count = 2000 if args.tiny else args.pairs
     for _ in range(args.runs):
         for who, worker in workers.items():
@@ -303,10 +316,14 @@ def print_pairs(workers: dict[str, Worker], args: argparse.Namespace) -> None:
                 else:
                     times[who][name].append(ns)
     print("\nns a pair of allocate and free, median of runs, passes and threads")
-    rows = [
-        [name, *(show(median(times[who][name]), ",.0f") for who in workers)]
-        for name in [*programs(count), FOREIGN]
-    ]
+
+    def cell(who: str, name: str) -> str:
+        each = times[who][name]
+        text = show(median(ns for ns, _ in each), ",.0f")
+        driver = median(waited for _, waited in each)
+        return f"{text} ({driver:,.0f})" if driver > 0 else text
+
+    rows = [[name, *(cell(who, name) for who in workers)] for name in [*programs(count), FOREIGN]]
     table(["", *workers], rows)
 
 

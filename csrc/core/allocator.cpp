@@ -134,6 +134,10 @@ Block* DeviceAllocator::take_hit(HeapSet& set, Bytes size, HitWaste waste) {
     if (heap == nullptr) return nullptr;
     const auto hit = find_hit(*heap, size, options_.hit_scan);
     if (!hit || hit->waste > most_waste) return nullptr;
+    const Stamp& last_use = hit->block->region->mapping_at(hit->at)->last_use;
+    if (last_use.timeline == set.timeline && last_use.epoch == set.timeline->epoch()) {
+      set.timeline->note_taken(size);
+    }
     if (set.whole) return heap->take(hit->block, hit->block->begin, hit->block->size);
     return heap->take(hit->block, hit->at, size);
   };

@@ -113,6 +113,7 @@ std::span<const Candidate> CandidateSearch::find(const Heap& heap, Bytes size, c
   handles_ = &handles;
   handle_pages_ = policy.handle_pages(heap.kind(), 1ull << 20, size);
   price_ = policy.price(heap.kind());
+  repoint_cost_ = policy.repoint_cost();
   found_.clear();
   collect_runs();
   is_good_ = false;
@@ -303,7 +304,8 @@ void CandidateSearch::evaluate(const Run& run, DeviceAddr at) {
   if (!sums) return;
   const double maps = std::max(std::ceil(static_cast<double>(sums->missing) / handle_pages_),
                                static_cast<double>(sums->gaps));
-  const double cost = maps * kMapCost + sums->stale * kRepointCost + sums->switches * kSwitchCost;
+  const double cost =
+      maps * kMapCost + sums->stale * repoint_cost_ + sums->switches * kSwitchCost;
   const double waste = (static_cast<double>(sums->pinned) * static_cast<double>(kPage.n) -
                         static_cast<double>(size_.n)) /
                        static_cast<double>(1u << 20);

@@ -103,6 +103,7 @@ class CandidateSearch {
   HandlePool* handles_ = nullptr;
   double handle_pages_ = 1;
   double price_ = 0;
+  double repoint_cost_ = 0;
   bool is_good_ = false;  // a place as good as a hit was found
   std::vector<Run> runs_;
   std::vector<Stretch> stretches_;  // of the run that is looked at, by address

@@ -49,6 +49,8 @@ class Timeline {
     ++open_frees_;
     open_bytes_ += size;
   }
+  // Memory of the current epoch's frees is in use again, so nobody waits for that free any more.
+  void note_taken(Bytes size) { open_bytes_ -= std::min(open_bytes_, size); }
   // So many more frees, of memory that has been used again since.
   void note_reused(std::uint32_t frees) { open_frees_ += frees; }
   std::uint32_t open_frees() const { return open_frees_; }

@@ -38,6 +38,30 @@ TEST_F(CompletionTest, RecordsAnEventWhenMuchWasFreed) {
   EXPECT_EQ(calls(DriverCall::kRecord), 1u);
 }
 
+// Nobody waits for a free whose memory is in use again: only what is still free counts.
+TEST_F(CompletionTest, MemoryThatIsInUseAgainNeedsNoEvent) {
+  const DeviceAddr other = alloc(20_MiB);
+  free(alloc(20_MiB));
+  gpu_.reset_meter();
+  for (int i = 0; i < 20; ++i) free(alloc(20_MiB));
+  EXPECT_EQ(calls(DriverCall::kRecord), 0u);
+  free(other);
+  EXPECT_EQ(calls(DriverCall::kRecord), 1u);
+}
+
+// What was freed before the last event is not what the next one is for.
+TEST_F(CompletionTest, MemoryFreedInAnEarlierEpochDoesNotCount) {
+  const DeviceAddr a = alloc(40_MiB), b = alloc(20_MiB), c = alloc(12_MiB);
+  gpu_.reset_meter();
+  free(a);
+  EXPECT_EQ(calls(DriverCall::kRecord), 1u);
+  free(b);
+  alloc(40_MiB);
+  EXPECT_EQ(calls(DriverCall::kRecord), 1u);
+  free(c);
+  EXPECT_EQ(calls(DriverCall::kRecord), 2u);
+}
+
 TEST_F(CompletionTest, AMissRecordsAnEventOnlyWhereMuchOrManyWereFreed) {
   alloc(1_GiB);
   const auto blocks = alloc_many(16, 32_KiB);  // together less than a 1,024th of the peak

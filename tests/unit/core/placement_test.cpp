@@ -238,7 +238,7 @@ TEST_F(SearchTest, AnAliasOfBusyMemoryHasToBeUnmappedFirst) {
   other.finish_fill(filling, there, 64_MiB);
   const Candidate* c = at(find(h, 64_MiB), at_hole);
   ASSERT_NE(c, nullptr);
-  EXPECT_DOUBLE_EQ(c->key, options_.price_pages * (4 * kMapCost + kRepointCost));
+  EXPECT_DOUBLE_EQ(c->key, options_.price_pages * (4 * kMapCost + policy_.repoint_cost()));
   // And while work at the old address may still run, the place cannot be had at all.
   handle->aliases->next_alias->last_use = {&line_, 1};
   ASSERT_FALSE(handle->aliases->next_alias->is_home());
@@ -333,7 +333,7 @@ TEST_F(SearchTest, TwoAliasesOfOneHandleServeOnlyOnce) {
   const Candidate* c = at(find(h, 16_MiB), begin);
   ASSERT_NE(c, nullptr);
   // One is switched to, the other has to give way to a new handle.
-  EXPECT_DOUBLE_EQ(c->key, options_.price_pages * (kSwitchCost + kRepointCost + kMapCost));
+  EXPECT_DOUBLE_EQ(c->key, options_.price_pages * (kSwitchCost + policy_.repoint_cost() + kMapCost));
 }
 
 }  // namespace

@@ -62,6 +62,14 @@ TEST_F(PolicyTest, ALoneBlockMayWasteTheRestOfItsHandle) {
   EXPECT_EQ(waste(8_GiB + 15_MiB), 2_MiB);
 }
 
+TEST_F(PolicyTest, UnmappingInLineIsDearWhereMemoryIsToSpareForIt) {
+  EXPECT_EQ((Policy{options_, 2_GiB, 2_GiB, 100_GiB}.repoint_cost()), kBusyRepointCost);
+  EXPECT_EQ((Policy{options_, 8_GiB, 8_GiB, 100_GiB}.repoint_cost()), kRepointCost);
+  EXPECT_EQ((Policy{options_, 2_GiB, 2_GiB, 100_GiB, /*has_settled=*/false}.repoint_cost()),
+            kRepointCost);
+  EXPECT_EQ((Policy{options_, 80_GiB, 2_GiB, 100_GiB}.repoint_cost()), kRepointCost);  // tight
+}
+
 TEST_F(PolicyTest, MemoryIsWorthMoreThanDriverTimeWhenItIsTight) {
   EXPECT_EQ(roomy().price(HeapKind::kRest), 24);
   EXPECT_EQ(roomy().price(HeapKind::kSmall), 24);
