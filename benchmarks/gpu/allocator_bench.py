@@ -94,9 +94,9 @@ def programs(pairs: int) -> dict[str, list[Any]]:
     one["random to 64 MiB, 500 alive"] = random_lifetimes(512, 64 * MIB, 500, pairs)
     found = {name: [[columns], [0]] for name, columns in one.items()}
     for threads in (4, 16):
-        each = [cycling(SMALL, 64, pairs // 4, k) for k in range(threads)]
+        each = [cycling(SMALL, 64, pairs, k) for k in range(threads)]
         found[f"small, {threads} threads, own streams"] = [each, list(range(1, threads + 1))]
-    each = [cycling(SMALL, 64, pairs // 4, k) for k in range(4)]
+    each = [cycling(SMALL, 64, pairs, k) for k in range(4)]
     found["small, 4 threads, one stream"] = [each, [1] * 4]
     return found
 
