@@ -2,6 +2,7 @@
 """What the allocator costs a program that is bound by the host, with each allocator in turn.
 
 empty    microseconds for torch.empty(...) on the device and its free, in Python
+monitor  an empty `with gpumemx.monitor():`
 history  the same for 1 KiB while a history is recorded, without and with Python stacks, 20 calls
          deep; a pair adds three entries
 step     microseconds for forward and backward of a model of many small kernels: 60 times linear,
@@ -22,6 +23,7 @@ from typing import Any
 from harness import MIB, Job, Result, Worker, add_arguments, median, serve, show, table
 
 SIZES = {"empty, 1 KiB": 1 << 10, "empty, 1 MiB": MIB, "empty, 64 MiB": 64 * MIB}
+MONITOR = "empty monitor"  # is to stay under 20
 HISTORIES: dict[str, dict[str, Any]] = {
     "history, no stacks": {"context": None},
     "history, Python stacks": {"context": "all", "stacks": "python"},
@@ -77,6 +79,7 @@ def with_histories(count: int) -> Result:
 
 
 def work(job: Job) -> Result:
+    import gpumemx
     import torch
     from torch import nn
 
@@ -90,6 +93,12 @@ def work(job: Job) -> Result:
             torch.empty(size, dtype=torch.uint8, device=device)
 
         found[name] = microseconds(pair, count, tiny=tiny)
+
+    def empty_monitor() -> None:
+        with gpumemx.monitor():
+            pass
+
+    found[MONITOR] = microseconds(empty_monitor, count, tiny=tiny)
 
     if not tiny:
         found |= with_histories(count)
@@ -136,7 +145,7 @@ def main() -> None:
     first = args.allocators[0]
     print(f"\nMicroseconds, median of {args.runs} runs in turn, and by {first}'s")
     rows = []
-    for name in (*SIZES, "history off", *HISTORIES, "step"):
+    for name in (*SIZES, MONITOR, "history off", *HISTORIES, "step"):
         times = {who: median(r[name] for r in runs[who] if name in r) for who in workers}
         cells = [f"{show(t, ',.2f')} ({show(t / times[first], '.3f')})" for t in times.values()]
         rows.append([name, *cells])

@@ -90,6 +90,9 @@ std::vector<AddrRange> address_ranges() {
     const auto own = device->allocator->address_ranges();
     ranges.insert(ranges.end(), own.begin(), own.end());
   }
+  if (installed() != nullptr) {
+    for (const DeviceAddr begin : installed()->shared_addresses()) ranges.push_back({begin, {1}});
+  }
   torch_alloc::CUDAAllocator* torch =
       installed() != nullptr ? installed()->earlier() : torchs_own();
   if (torch != nullptr) {

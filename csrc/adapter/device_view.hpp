@@ -28,7 +28,9 @@ struct DeviceReport {
   Bytes earlier;  // not in `memory`: reserved by torch's own allocator before a late installation
 };
 
-// All addresses at which torch's allocators, ours and its own, may have memory, on all devices.
+// All addresses at which torch's allocators, ours and its own, may have memory, on all devices, and where
+// what other processes share begins (one byte of each: the driver knows how long it is). What torch's own
+// allocator has opened of other processes it does not tell.
 std::vector<AddrRange> address_ranges();
 
 class DeviceView {

@@ -243,11 +243,11 @@ c10::cuda::CUDACachingAllocator::ShareableHandle SharedMemory::share(Device& dev
 
 std::shared_ptr<void> SharedMemory::open(Device& device, const std::string& bytes) {
   const MutexLock lock(mu_);
-  std::weak_ptr<void>& known = opened_[bytes];
-  if (std::shared_ptr<void> open = known.lock()) return open;
+  Opened& known = opened_[bytes];
+  if (std::shared_ptr<void> open = known.memory.lock()) return open;
   // What is unmapped at this moment by the last holder, on another thread, is mapped anew.
   std::erase_if(opened_, [&](const auto& entry) {
-    return entry.second.expired() && &entry.second != &known;
+    return entry.second.memory.expired() && &entry.second != &known;
   });
 
   Reader in(bytes);
@@ -281,8 +281,17 @@ std::shared_ptr<void> SharedMemory::open(Device& device, const std::string& byte
       device.allocator->close_import(address);
     });
   }
-  known = memory;
+  known = {memory, {reinterpret_cast<std::uintptr_t>(memory.get())}};
   return memory;
+}
+
+std::vector<DeviceAddr> SharedMemory::open_addresses() const {
+  const MutexLock lock(mu_);
+  std::vector<DeviceAddr> addresses;
+  for (const auto& [bytes, opened] : opened_) {
+    if (!opened.memory.expired()) addresses.push_back(opened.begin);
+  }
+  return addresses;
 }
 
 }  // namespace gpumemx::adapter

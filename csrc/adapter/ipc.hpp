@@ -24,6 +24,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/mutex.hpp"
 #include "runtime/registry.hpp"
@@ -39,9 +40,18 @@ class SharedMemory {
   // On the current CUDA device, which is `device`. The memory is unmapped with the last copy.
   std::shared_ptr<void> open(Device& device, const std::string& bytes) GPUMEMX_EXCLUDES(mu_);
 
+  // Where each begins that is open, of all devices. Its size is the driver's to tell.
+  std::vector<DeviceAddr> open_addresses() const GPUMEMX_EXCLUDES(mu_);
+
  private:
-  Mutex mu_;  // held while something is opened, so that it is opened once
-  std::map<std::string, std::weak_ptr<void>> opened_ GPUMEMX_GUARDED_BY(mu_);
+  struct Opened {
+    std::weak_ptr<void> memory;
+    // Kept apart: a lock() of `memory` might become its last holder, and unmap it.
+    DeviceAddr begin;
+  };
+
+  mutable Mutex mu_;  // held while something is opened, so that it is opened once
+  std::map<std::string, Opened> opened_ GPUMEMX_GUARDED_BY(mu_);
 };
 
 }  // namespace gpumemx::adapter

@@ -57,6 +57,8 @@ class TorchAllocator final : public torch_alloc::CUDAAllocator, public Observer 
                     void* address);
   std::shared_ptr<void> open_shared(c10::DeviceIndex device, const std::string& handle);
   void add_peer(c10::DeviceIndex device, c10::DeviceIndex peer);
+  // Memory of other processes that is open here.
+  std::vector<DeviceAddr> shared_addresses() const { return shared_.open_addresses(); }
   // What the live block at `address` stands on, and its device; nothing for what is not ours.
   std::optional<std::pair<int, BlockMemory>> memory_behind(DeviceAddr address) const;
 

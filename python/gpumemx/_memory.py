@@ -36,9 +36,9 @@ class MemoryInfo:
     """One device's memory at one moment, in bytes.
 
     ``total = reserved + others + free``, ``reserved = live + pending + cached + held`` and ``others
-    = earlier + context + processes + unexplained``, to the byte; what is unknown (None) is part of
-    `unexplained`. Where the device could not be asked (`device_known` is False) `total`, `others`
-    and `free` are 0.
+    = earlier + context + outside + processes + unexplained``, to the byte; what is unknown (None)
+    is part of `unexplained`. Where the device could not be asked (`device_known` is False) `total`,
+    `others` and `free` are 0.
     """
 
     device: int
@@ -89,13 +89,13 @@ class MemoryInfo:
     context: int | None = None
     """Of `others`: this process's CUDA context: loaded kernels, stacks, the driver's own. What NVML
     counts for this process less all that it has allocated."""
+    outside: int | None = None
+    """Of `others`: what code of this process has allocated from the driver itself
+    (``cudaMalloc`` in extensions, buffers of cuBLAS, NCCL and other libraries)."""
     processes: tuple[GpuProcess, ...] | None = None
     """Of `others`: the other processes on the card, the largest first."""
     unexplained: int = 0
     """Of `others`: what is left. Below 0 when others' memory has changed while it was read."""
-    outside: int | None = None
-    """Of `unexplained`: what code of this process has allocated from the driver itself
-    (``cudaMalloc`` in extensions, buffers of NCCL and other libraries)."""
     largest_free: int = 0
     """The largest block that is ready, of any stream; 0 with torch's own allocator."""
     cap: int | None = None
@@ -291,7 +291,24 @@ def _outside_allocations(
     if cuda is not None and cuda.is_initialized() and cuda.is_current_stream_capturing():
         return _outside.Found(unknown="a CUDA graph is being captured")
     skip = adapter.address_ranges() if adapter is not None and adapter.cuda_started() else []
-    return _outside.find(driver, skip)
+    return _outside.find(driver, [*skip, *_received()])
+
+
+def _received() -> list[_outside.Range]:
+    """Return where the CUDA tensors stand that other processes share with this one.
+
+    torch's own allocator does not tell what it has opened, but torch.multiprocessing keeps a table.
+    """
+    reductions = sys.modules.get("torch.multiprocessing.reductions")
+    found = []
+    # Other threads add to it: list() of a dict's items is one step for them.
+    for key, reference in list(getattr(reductions, "shared_cache", {}).items()):
+        if not (isinstance(key, tuple) and isinstance(key[0], bytes)):
+            continue  # of the host, or sent from here
+        storage = sys.modules["torch"].UntypedStorage._new_with_weak_ptr(reference.cdata)
+        if storage is not None:
+            found.append((storage.data_ptr(), storage.nbytes()))
+    return found
 
 
 def _of_others(
@@ -317,10 +334,13 @@ def _of_others(
             silent = sum(process.bytes is None for process in processes)
             if silent:
                 unknown["processes"] = f"NVML does not tell how much {silent} of them use"
+    taken: int | None = outside.bytes_on(index)
     if outside.unknown:
-        unknown["outside"] = outside.unknown
+        taken, unknown["outside"] = None, outside.unknown
+    elif processes is not None and own is None:
+        taken = 0  # what is mapped here was allocated by others, who are in the list
     if own is not None:
-        spoken_for = known.get("reserved", 0) + known.get("earlier", 0) + outside.bytes_on(index)
+        spoken_for = known.get("reserved", 0) + known.get("earlier", 0) + (taken or 0)
         if own.bytes is None:
             unknown["context"] = "NVML does not tell how much this process uses"
         elif outside.unknown:
@@ -330,13 +350,15 @@ def _of_others(
                 f"NVML counts {size_text(own.bytes)} for this process, which has allocated "
                 f"{size_text(spoken_for)}"
             )
+            if taken:  # as likely wrong: memory of another process may be mapped here
+                taken, unknown["outside"] = None, unknown["context"]
         else:
             context = own.bytes - spoken_for
     elif processes is not None:
         context = 0
     if known.get("workspaces", 0) is None:
         unknown["workspaces"] = "this torch does not tell, or a thread is taking one just now"
-    explained = known.get("earlier", 0) + (context or 0)
+    explained = known.get("earlier", 0) + (context or 0) + (taken or 0)
     explained += sum(process.bytes or 0 for process in processes or ())
     unexplained = known.get("others", 0) - explained if known.get("device_known") else 0
     if unexplained < 0:
@@ -344,7 +366,7 @@ def _of_others(
     return {
         "context": context,
         "processes": processes,
-        "outside": None if outside.unknown else outside.bytes_on(index),
+        "outside": taken,
         "unexplained": unexplained,
         "unknown": unknown,
     }

@@ -8,6 +8,7 @@ CUDA and makes no context; changes nothing; some 20 ms on a large card. Allocati
 end meanwhile may be missed.
 """
 
+import bisect
 import ctypes
 import os
 import time
@@ -126,9 +127,13 @@ def find(driver: Driver, skip: Iterable[Range], maps: Path = _MAPS) -> Found:
     Parameters
     ----------
     skip
-        Addresses at which torch's allocators have their memory: not looked at.
+        Addresses at which torch's allocators have their memory: not looked at. An allocation that
+        lies there in part, as one of another process that is open here, does not count at all: NVML
+        counts it for who has made it.
     """
     found = Found()
+    skip = merged(skip)
+    begins = [begin for begin, _ in skip]
     try:
         places = without(driver_ranges(maps.read_text()), skip)
     except OSError as error:
@@ -139,11 +144,18 @@ def find(driver: Driver, skip: Iterable[Range], maps: Path = _MAPS) -> Found:
     until = time.monotonic() + _MOST_SECONDS
     seen: set[int] = set()
 
+    def skipped(allocation: Range) -> bool:
+        # The last that begins before its end is the one that ends last, too.
+        at = bisect.bisect_left(begins, sum(allocation)) - 1
+        return at >= 0 and sum(skip[at]) > allocation[0]
+
     def look() -> None:
         for begin, size in places:
             for allocation in _allocations(driver, begin, begin + size, until):
+                if allocation[0] in seen or skipped(allocation):
+                    continue
                 device = driver.device_of(allocation[0])
-                if device is not None and allocation[0] not in seen:
+                if device is not None:
                     seen.add(allocation[0])
                     found.ranges.setdefault(device, []).append(allocation)
 
@@ -189,6 +201,18 @@ def driver_ranges(maps: str) -> list[Range]:
         reserved = words[1].startswith("---") and not name and last - first >= _PAGE
         if reserved or name.startswith("/dev/nvidia"):
             found.append((first, last - first))
+    return found
+
+
+def merged(ranges: Iterable[Range]) -> list[Range]:
+    """Return the same addresses in order, in ranges that do not overlap."""
+    found: list[Range] = []
+    for begin, size in sorted(ranges):
+        if found and begin < sum(found[-1]):
+            last = found[-1][0]
+            found[-1] = last, max(sum(found[-1]), begin + size) - last
+        elif size > 0:
+            found.append((begin, size))
     return found
 
 

@@ -304,6 +304,7 @@ def _lines(info: MemoryInfo) -> Iterator[str]:
     yield line("others", info.others, "all that torch did not reserve")
     yield from part("earlier", info.earlier, "torch's own, before gpumemx")
     yield from part("context", info.context, "CUDA's of this process, kernels")
+    yield from part("outside", info.outside, "by this process, not by torch")
     processes = info.processes
     if processes is None:
         yield line("  processes", None, "all but this one")
@@ -312,8 +313,7 @@ def _lines(info: MemoryInfo) -> Iterator[str]:
     if rest := (processes or ())[_MOST_PROCESSES:]:
         size = sum(process.bytes or 0 for process in rest)
         yield line("  processes", size, f"{len(rest)} more")
-    outside = f"{size_text(info.outside)} by this process" if info.outside else "see the docs"
-    yield from part("unexplained", info.unexplained, outside)
+    yield from part("unexplained", info.unexplained, "see the docs")
     yield line("free", info.free, "what the driver can hand out")
 
 

@@ -96,6 +96,23 @@ def test_a_receiver_maps_each_memory_once() -> None:
     )
 
 
+def test_what_is_received_is_among_the_addresses() -> None:
+    # So memory_info() does not take it for this process's.
+    sharing(
+        """
+        a = alloc(100 * MIB)
+        offset, text = share(a)
+        opened = open_(0, text)
+        places = (opened.address, opened.address + 50 * MIB, opened.address + 100 * MIB - 1)
+        has = lambda at: any(b <= at < b + n for b, n in adapter.address_ranges())
+        assert all(map(has, places)), (places, adapter.address_ranges())
+        assert (opened.address, 1) in adapter.address_ranges()
+        opened.close()
+        assert not any(map(has, places)), (places, adapter.address_ranges())
+        """
+    )
+
+
 def test_what_torch_up_to_2_12_wrote_is_read() -> None:
     sharing(
         """

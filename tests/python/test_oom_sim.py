@@ -216,6 +216,26 @@ assert "Most is held by " + holders[0].site + " (3.00 GiB in 2 blocks)" in str(e
     assert rest == "2 True"
 
 
+def test_of_many_holders_the_five_largest_are_told() -> None:
+    site = "def site_{0}(): return adapter._sim_alloc(0, {0}00 * MIB, 1)\n"
+    sites = "".join(site.format(n) for n in range(1, 8))
+    calls = ", ".join(f"site_{n}()" for n in (3, 7, 1, 6, 2, 5, 4))
+    printed = output(
+        SIMULATED
+        + FAIL
+        + sites
+        + f"""
+adapter._sim_record_history()
+kept = [{calls}]
+error = fails(7 * GIB)
+for holder in error.report.holders:
+    print(holder.site.split()[-1], holder.bytes // MIB, holder.blocks)
+assert str(error.report).count("site_") == 5, str(error.report)
+"""
+    )
+    assert printed.splitlines() == [f"site_{n} {100 * n} 1" for n in (7, 6, 5, 4, 3)]
+
+
 def test_a_failed_request_is_in_the_trace() -> None:
     failing(
         """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from gpumemx import _outside
-from gpumemx._outside import driver_ranges, find, without
+from gpumemx._outside import driver_ranges, find, merged, without
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -46,6 +46,21 @@ def test_leaving_out_what_the_allocator_has(
     skip: list[tuple[int, int]], left: list[tuple[int, int]]
 ) -> None:
     assert without([(100, 100), (300, 100)], skip) == left
+
+
+@pytest.mark.parametrize(
+    ("ranges", "joined"),
+    [
+        ([], []),
+        ([(5, 5), (0, 3)], [(0, 3), (5, 5)]),
+        ([(0, 10), (2, 3), (4, 8)], [(0, 12)]),
+        ([(0, 10), (10, 5), (12, 0)], [(0, 10), (10, 5)]),
+    ],
+)
+def test_ranges_that_overlap_become_one(
+    ranges: list[tuple[int, int]], joined: list[tuple[int, int]]
+) -> None:
+    assert merged(ranges) == joined
 
 
 class FakeDriver(_outside.Driver):
@@ -128,6 +143,22 @@ def test_the_allocators_addresses_are_not_looked_at(tmp_path: Path) -> None:
     found = find(driver, [(BASE, 1 << 40)], maps(tmp_path, (1 << 40) + 64 * MIB))
     assert found.bytes_on(0) == 4 * MIB
     assert driver.questions < 64
+
+
+def test_an_allocation_that_is_skipped_in_part_does_not_count(tmp_path: Path) -> None:
+    # Another process's: of one only the begin is known, of others a tensor in their middle.
+    driver = FakeDriver(
+        {
+            BASE: (300 * MIB, 0),
+            BASE + 400 * MIB: (20 * MIB, 0),
+            BASE + 420 * MIB: (20 * MIB, 0),
+            BASE + 440 * MIB: (20 * MIB, 0),
+            BASE + 600 * MIB: (6 * MIB, 0),
+        }
+    )
+    tensors = [(BASE + 411 * MIB, 15 * MIB), (BASE + 412 * MIB, MIB)]
+    found = find(driver, [(BASE, 1), *tensors], maps(tmp_path))
+    assert found.ranges[0] == [(BASE + 440 * MIB, 20 * MIB), (BASE + 600 * MIB, 6 * MIB)]
 
 
 def test_a_walk_that_takes_too_long_says_so(

@@ -293,7 +293,7 @@ PYBIND11_MODULE(GPUMEMX_TORCH_MODULE, m) {
         return out;
       },
       "Begin and size of all addresses at which torch's allocator may have memory, on all "
-      "devices.");
+      "devices; of what other processes share the first byte.");
   m.def(
       "clear_cache",
       [](int device, bool wait) {
