@@ -36,7 +36,9 @@ TrimReport DeviceAllocator::trim_cache(const TrimRequest& request) {
   const RelaxedCapture relaxed(driver_);
   // What the background thread releases while this one waits came back too, as was predicted.
   std::optional<Bytes> at_prediction;
-  if (request.wait) {
+  // In a capture nothing is waited for: what goes then is what is found complete.
+  const bool waits = request.wait && captures_.load() == 0;
+  if (waits) {
     if (request.predict) {
       const MutexLock work(work_mu_);
       const MutexLock lock(mu_);
@@ -52,7 +54,7 @@ TrimReport DeviceAllocator::trim_cache(const TrimRequest& request) {
   const MutexLock lock(mu_);
   unpark_all();
   const Bytes before = at_prediction.value_or(reserved());
-  if (request.predict && !request.wait) report.predicted = releasable(/*wait=*/false);
+  if (request.predict && !at_prediction) report.predicted = releasable(/*wait=*/false);
   if (captures_.load() == 0) (void)keep_no_longer();
   (void)release_doomed();
   Bytes target = request.target;

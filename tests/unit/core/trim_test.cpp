@@ -46,6 +46,21 @@ TEST_F(TrimTest, GivesBackAllThatIsIdleAndSaysWhyTheRestStays) {
   EXPECT_EQ(r.wanted, 0_B);
 }
 
+// In a capture a trim does not wait: it gives back, and predicts, what it finds complete.
+TEST_F(TrimTest, InACaptureItPredictsWhatIsFoundCompleteNotWhatWasKnownBefore) {
+  gpu_.set_manual(true);
+  const DeviceAddr x = alloc(64_MiB);
+  gpu_.launch(main_, {writes({x, 64_MiB}, 1)});
+  free(x);  // with an event
+  gpu_.begin_capture(b_.ref, CaptureMode::kRelaxed);
+  allocator_->begin_capture();
+  gpu_.complete_all();  // which nobody has asked for yet
+  EXPECT_EQ(trim({.pool = std::nullopt, .target = {}, .wait = true}).released, 64_MiB);
+  EXPECT_TRUE(gpu_.end_capture(b_.ref).ok());
+  allocator_->end_capture();
+  gpu_.set_manual(false);
+}
+
 TEST_F(TrimTest, StopsAtTheTarget) {
   free(alloc_many(4, 32_MiB));  // handles of 8 MiB
   const TrimReport r = trim({.pool = std::nullopt, .target = 100_MiB, .wait = true});
