@@ -352,7 +352,7 @@ Result<RestoredPool> DeviceAllocator::restore_pool(const PoolCheckpoint& checkpo
         Block* ready = ready_at(pool, w.address, w.size);
         Block* block = ready->heap->take(ready, w.address, w.size);
         (void)hand_out(
-            block, {w.requested, block->heap->set().timeline->stream(), pool, w.tag, w.context});
+            block, {w.requested, block->heap->set().timeline->stream(), pool, w.tag, w.context.get()});
       }
     }
     for (const ClosedEpoch& c : closed) record_fence(*c.line, c.epoch, c.in_pool);
