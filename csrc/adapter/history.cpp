@@ -26,15 +26,20 @@ std::int64_t approximate_time() { return static_cast<std::int64_t>(c10::getAppro
 // reference to a stack must not go under a lock of the allocator, although that is where blocks and
 // entries let go of theirs. The core therefore holds a Held, whose end is to be pushed on this list;
 // the next call that is outside of the core destroys what is there.
-struct Held {
-  std::shared_ptr<c10::GatheredContext> stack;
+struct Held final : Context {
+  explicit Held(std::shared_ptr<c10::GatheredContext> s) : stack(std::move(s)) {}
+  void unreferenced() noexcept override;
+
+  const std::shared_ptr<c10::GatheredContext> stack;
   Held* next = nullptr;
 };
 std::atomic<Held*> the_unneeded{nullptr};
 
-void put_aside(Held* held) {
-  held->next = the_unneeded.load(std::memory_order_relaxed);
-  while (!the_unneeded.compare_exchange_weak(held->next, held, std::memory_order_release,
+void Held::unreferenced() noexcept {
+  // It was taken long ago, and its end comes soon.
+  __builtin_prefetch(stack.get(), /*rw=*/1);
+  next = the_unneeded.load(std::memory_order_relaxed);
+  while (!the_unneeded.compare_exchange_weak(next, this, std::memory_order_release,
                                              std::memory_order_relaxed)) {
   }
 }
@@ -45,9 +50,8 @@ void destroy_unneeded() {
   while (held != nullptr) delete std::exchange(held, held->next);
 }
 
-std::shared_ptr<const void> hold(std::shared_ptr<c10::GatheredContext> stack) {
-  if (stack == nullptr) return nullptr;
-  return std::shared_ptr<Held>(new Held{std::move(stack)}, &put_aside);
+ContextRef hold(std::shared_ptr<c10::GatheredContext> stack) {
+  return stack == nullptr ? ContextRef() : ContextRef(new Held(std::move(stack)));
 }
 
 // --- What the program says, by thread
@@ -142,7 +146,7 @@ TraceEntry trace_entry(c10::DeviceIndex device, const HistoryEvent& e) {
 
 }  // namespace
 
-std::shared_ptr<c10::GatheredContext> gathered(const std::shared_ptr<const void>& context) {
+std::shared_ptr<c10::GatheredContext> gathered(const ContextRef& context) {
   return context == nullptr ? nullptr : static_cast<const Held*>(context.get())->stack;
 }
 

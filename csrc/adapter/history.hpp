@@ -38,7 +38,7 @@ namespace gpumemx::adapter {
 namespace torch_alloc = c10::cuda::CUDACachingAllocator;
 
 // The stack behind what a core calls a context; null for none.
-std::shared_ptr<c10::GatheredContext> gathered(const std::shared_ptr<const void>& context);
+std::shared_ptr<c10::GatheredContext> gathered(const ContextRef& context);
 
 class MemoryHistory {
  public:
@@ -140,7 +140,8 @@ class Because {
   Because(const Because&) = delete;
   Because& operator=(const Because&) = delete;
 
-  std::shared_ptr<const void> context() const { return open_ ? open_->cause.context : nullptr; }
+  // Held until the end of the scope.
+  Context* context() const { return open_ ? open_->cause.context.get() : nullptr; }
   // What a tracker threw meanwhile, or null. Asked for, it is the caller's to rethrow; otherwise it
   // is written to the log.
   std::exception_ptr take_failure() const { return C10_LIKELY(!open_) ? nullptr : take(); }

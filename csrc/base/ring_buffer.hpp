@@ -38,16 +38,23 @@ class RingBuffer {
     *this = std::move(kept);
   }
 
-  void push(T entry) {
+  template <class Entry>
+  void push(Entry&& entry) {
     if (size_ < capacity_) {
       if (next_ == chunks_.size() * kChunk) add_chunk();
-      chunks_[next_ / kChunk].push_back(std::move(entry));
+      chunks_[next_ / kChunk].push_back(std::forward<Entry>(entry));
       ++size_;
     } else {
-      at(next_) = std::move(entry);
+      at(next_) = std::forward<Entry>(entry);
     }
     if (++next_ == capacity_) next_ = 0;
     ++pushed_;
+  }
+
+  // The entry that the next push but `n` will overwrite. A hint: null at times, where there is one.
+  const T* to_go(std::size_t n) const {
+    if (size_ < capacity_ || n >= capacity_ - next_) return nullptr;
+    return &chunks_[(next_ + n) / kChunk][(next_ + n) % kChunk];
   }
 
   std::size_t size() const { return size_; }

@@ -191,6 +191,12 @@ Block* DeviceAllocator::take_ready(HeapSet& set, Bytes size, ClosedEpoch& closed
   // What is parked stays so where a small request does as well without it: else sizes that come by turns
   // would take their blocks from each other for ever.
   if (is_parkable(size)) {
+    if (only_history_closes()) {
+      if (Block* block = front->take(size)) {
+        ++books_.stats.paths.front_hits;
+        return block;
+      }
+    }
     if (Block* block = take_hit(set, size, HitWaste::kNone)) return block;
   }
   unpark(set);
@@ -212,7 +218,7 @@ void DeviceAllocator::hand_out_locked(Block& block, const AllocRequest& request)
   const HeapSet& set = block.heap->set();
   block.use.requested = request.size;
   block.use.tag = request.tag;
-  if (request.context != nullptr) block.use.context = request.context;
+  if (request.context != nullptr) block.use.context = ContextRef(request.context);
   count_in(block, set.front.get());
   PathCounts& paths = books_.stats.paths;
   if (set.is_private) ++paths.private_blocks;
@@ -240,8 +246,9 @@ void DeviceAllocator::count_in(Block& block, Front* front) {
 
 void DeviceAllocator::note(EventKind kind, const Block& block) {
   const HeapSet& set = block.heap->set();
-  books_.history.push({kind, block.begin, block.use.requested, set.timeline->stream().ref, set.pool,
-                       block.use.tag, block.use.context});
+  books_.history.push(
+      {kind, block.begin, block.use.requested, set.timeline->stream().ref, set.pool, block.use.tag},
+      block.use.context);
 }
 
 // Its memory is ready. `freed`: when the caller freed it, on its own stream, which may be gone by now.
@@ -301,6 +308,7 @@ bool DeviceAllocator::take_back(DeviceAddr address, ClosedEpoch& own,
   mu_.assert_held();
   Block* block = books_.arena.find(address, books_.blocks);
   if (block == nullptr || block->state != BlockState::kLive) return false;
+  if (only_history_closes() && park_with_events(*block)) return true;
   // Whether its neighbours are free is asked at the end, and they are seldom in a near cache.
   __builtin_prefetch(block->prev);
   __builtin_prefetch(block->next);

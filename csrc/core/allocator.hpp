@@ -48,7 +48,8 @@ struct AllocRequest {
   StreamInfo stream;
   PoolId pool = kDefaultPool;
   std::uint64_t tag = 0;
-  std::shared_ptr<const void> context;  // opaque; kept with the block and in the history
+  // Opaque; kept with the block and in the history. The caller holds it until the call returns.
+  Context* context = nullptr;
   // What would grow beyond the cap fails at once: nobody is waited for or asked, nothing is freed.
   bool reject_above_cap = false;
 };
@@ -81,7 +82,7 @@ struct PoolCheckpoint {
     Bytes size;
     Bytes requested;
     std::uint64_t tag = 0;
-    std::shared_ptr<const void> context = nullptr;
+    ContextRef context{};
   };
   PoolId pool{};
   std::vector<LiveBlock> live;  // by address
@@ -121,7 +122,7 @@ struct BlockInfo {
   HeapKind heap{};
   DeviceAddr segment;  // plain memory: where its device allocation begins
   std::uint64_t tag = 0;
-  std::shared_ptr<const void> context;
+  ContextRef context;
 };
 
 // What stands behind a live block: for whoever registers its memory with a network card or a library.
@@ -141,8 +142,8 @@ struct SegmentInfo {
   StreamRef stream;
   PoolId pool{};
   HeapKind heap{};
-  std::uint64_t serial = 0;             // of its addresses: later ones were taken later
-  std::shared_ptr<const void> context;  // of what brought the memory at its begin
+  std::uint64_t serial = 0;  // of its addresses: later ones were taken later
+  ContextRef context;        // of what brought the memory at its begin
   std::size_t first = 0;
   std::size_t count = 0;
 };
@@ -478,6 +479,11 @@ class DeviceAllocator {
   AllocResult hand_out(Block* block, const AllocRequest& request) GPUMEMX_REQUIRES(mu_);
   void hand_out_locked(Block& block, const AllocRequest& request) GPUMEMX_REQUIRES(mu_);
   bool is_parkable(Bytes size) const { return size <= options_.small_limit; }
+  // Whether the short way is closed for nothing but the history, so that whoever holds the lock, and
+  // writes the events, may use what is parked as the short way does.
+  bool only_history_closes() const GPUMEMX_REQUIRES(mu_) {
+    return history_is_on_ && gate_.reasons.load(std::memory_order_relaxed) == 1;
+  }
   bool take_back(DeviceAddr address, ClosedEpoch& own, std::vector<ClosedEpoch>& others)
       GPUMEMX_REQUIRES(mu_);
   void complete_free(Block* block, Stamp freed) GPUMEMX_REQUIRES(mu_);
@@ -494,6 +500,7 @@ class DeviceAllocator {
   Front* front_of(StreamId stream) const;
   Block* take_parked(const AllocRequest& request) GPUMEMX_EXCLUDES(mu_);
   bool park(DeviceAddr address) GPUMEMX_EXCLUDES(mu_);
+  bool park_with_events(Block& block) GPUMEMX_REQUIRES(mu_);
   void unpark(HeapSet& set) GPUMEMX_REQUIRES(mu_);
   void unpark_all() GPUMEMX_REQUIRES(mu_);
   void let_count(Front& front) GPUMEMX_EXCLUDES(mu_);

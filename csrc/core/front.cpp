@@ -106,6 +106,23 @@ bool DeviceAllocator::park(DeviceAddr address) {
   return true;
 }
 
+// The same with the books locked, for a history: the block's stack goes with its use. Blocks that come and
+// go while events are recorded would else be joined with their neighbours and cut off again each time.
+bool DeviceAllocator::park_with_events(Block& block) {
+  Front* front = block.front.load(std::memory_order_relaxed);
+  if (front == nullptr || planted(Fault::kLockNotTaken)) return false;
+  count_on(front);
+  const MutexLock lock(front->mu);
+  if (block.parked || block.use.others != nullptr || block.shared || !front->park(&block)) {
+    return false;
+  }
+  note(EventKind::kFreeRequested, block);
+  note(EventKind::kFreeCompleted, block);
+  front->tally.sub(block.size, block.use.requested);
+  block.use.context = nullptr;
+  return true;
+}
+
 // Whether that changed.
 bool DeviceAllocator::note_reason(bool& counted, bool is_one) {
   if (counted == is_one) return false;

@@ -57,7 +57,8 @@ class alignas(kCacheLine) Front {
     return block;
   }
 
-  // False when there is no room. REQUIRES: the block is of this front, it is simple.
+  // False when there is no room. REQUIRES: the block is of this front, it is simple, or is made so while
+  // the lock is held.
   bool park(Block* block) GPUMEMX_REQUIRES(mu) {
     const Bytes size = block->size;
     Bin& to = bin(size);

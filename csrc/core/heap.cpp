@@ -282,7 +282,8 @@ void Heap::note(EventKind kind, AddrRange range, Handle& memory) const {
   const bool comes = kind == EventKind::kSegmentAlloc || kind == EventKind::kSegmentMap;
   if (comes) memory.context = current_context();
   books_.history.push({kind, range.begin, range.size, set_.timeline->stream().ref, set_.pool,
-                       /*tag=*/0, memory.context});
+                       /*tag=*/0},
+                      memory.context);
 }
 
 void Heap::count_in_pool(const Handle& handle, bool comes) {

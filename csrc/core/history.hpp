@@ -16,6 +16,7 @@
 
 #include "base/ring_buffer.hpp"
 #include "base/units.hpp"
+#include "core/context.hpp"
 
 namespace gpumemx {
 
@@ -43,14 +44,14 @@ struct HistoryEvent {
   StreamRef stream;
   PoolId pool{};
   std::uint64_t tag = 0;
-  std::shared_ptr<const void> context = nullptr;  // where in the program
-  std::shared_ptr<const void> remark = nullptr;   // what the program said about it
-  std::int64_t time = 0;                          // what the clock said; 0 without one
+  ContextRef context{};                          // where in the program
+  std::shared_ptr<const void> remark = nullptr;  // what the program said about it
+  std::int64_t time = 0;                         // what the clock said; 0 without one
 };
 
 // Opaque to the core. Either may be null.
 struct Cause {
-  std::shared_ptr<const void> context;
+  ContextRef context;
   std::shared_ptr<const void> remark;
 };
 
@@ -70,7 +71,7 @@ class CauseScope {
 };
 
 // The context of what happens now, or null.
-inline std::shared_ptr<const void> current_context() {
+inline ContextRef current_context() {
   const Cause* cause = CauseScope::current();
   return cause == nullptr ? nullptr : cause->context;
 }
@@ -122,18 +123,24 @@ class History {
     listener_clock_ = clock;
   }
 
-  // REQUIRES: on().
-  void push(HistoryEvent event) {
+  // `own`: the event's context where no cause has one. REQUIRES: on(); the event has none yet.
+  void push(HistoryEvent event, const ContextRef& own = {}) {
     if (const Clock clock = clock_ != nullptr ? clock_ : listener_clock_) event.time = clock();
-    if (const Cause* cause = CauseScope::current()) {
-      if (cause->context != nullptr) event.context = cause->context;
-      event.remark = cause->remark;
+    const Cause* cause = CauseScope::current();
+    if (cause != nullptr) event.remark = cause->remark;
+    if (rules_.contexts) {
+      event.context = cause != nullptr && cause->context != nullptr ? cause->context : own;
     }
-    if (!rules_.contexts) event.context = nullptr;
     if (listener_ != nullptr) listener_->on_event(event);
     if (!recording() || (rules_.skipped >> static_cast<int>(event.kind) & 1) != 0) return;
     ring_.push(std::move(event));
     ++end_;
+    // What the next events will overwrite was last touched a whole ring ago. It is fetched meanwhile:
+    // the entry, and later the context that it lets go of.
+    if (const HistoryEvent* far = ring_.to_go(kFetchedAhead)) __builtin_prefetch(far);
+    if (const HistoryEvent* near = ring_.to_go(kFetchedAhead / 2)) {
+      if (const Context* context = near->context.get()) __builtin_prefetch(context, /*rw=*/1);
+    }
   }
 
   const RingBuffer<HistoryEvent>& events() const { return ring_; }
@@ -142,6 +149,8 @@ class History {
   std::uint64_t end() const { return end_; }
 
  private:
+  static constexpr std::size_t kFetchedAhead = 8;  // entries: two or three blocks
+
   RingBuffer<HistoryEvent> ring_;
   Clock clock_ = nullptr;
   HistoryRules rules_;

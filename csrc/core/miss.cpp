@@ -484,8 +484,8 @@ AllocResult DeviceAllocator::fail(const AllocRequest& request, Bytes size,
                            size,
                            request.stream.ref,
                            request.pool,
-                           request.tag,
-                           request.context});
+                           request.tag},
+                          ContextRef(request.context));
     }
     observers = observers_;
   }

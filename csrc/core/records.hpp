@@ -27,6 +27,7 @@
 
 #include "base/cache_line.hpp"
 #include "base/units.hpp"
+#include "core/context.hpp"
 #include "core/size_classes.hpp"
 #include "core/timeline.hpp"
 
@@ -52,14 +53,14 @@ const char* to_string(BlockState state);
 struct BlockUse {
   Bytes requested;
   std::uint64_t tag = 0;                           // the caller's; later features hang on it
-  std::shared_ptr<const void> context;             // opaque; handed to the history
+  ContextRef context;                              // opaque; handed to the history
   std::unique_ptr<std::vector<Timeline*>> others;  // streams recorded on it, besides its own
 
   // To nothing; most blocks carry nothing but numbers.
   void reset() {
     requested = {};
     tag = 0;
-    if (context != nullptr) context.reset();
+    if (context != nullptr) context = nullptr;
     if (others != nullptr) others.reset();
   }
 };
@@ -136,7 +137,7 @@ struct Handle {
   bool kept = false;      // of a released pool, in place for a graph: see keep_in_place()
   bool small = false;     // counts as small in torch's statistics
   bool exported = false;  // the driver has a descriptor for it
-  std::shared_ptr<const void> context;  // of what brought it to its home; only with a history
+  ContextRef context;     // of what brought it to its home; only with a history
 
   Bytes size() const { return kPage * pages; }
   bool busy() const { return home != nullptr && home->uses > 0; }

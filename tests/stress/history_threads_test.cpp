@@ -10,6 +10,7 @@
 
 #include "core/allocator.hpp"
 #include "driver/sim/sim_driver.hpp"
+#include "support/contexts.hpp"
 
 namespace gpumemx {
 namespace {
@@ -40,12 +41,12 @@ TEST(HistoryThreads, LooksAndSwitchesDoNotDisturbOrMissAnything) {
   for (unsigned t = 0; t < 3; ++t) {
     const StreamInfo stream{t == 0 ? gpu.default_stream() : gpu.new_stream(), true};
     threads.emplace_back([&allocator, &working, stream, t] {
-      const Cause cause{std::make_shared<const unsigned>(t), std::make_shared<const unsigned>(t)};
+      const Cause cause{make_context(), std::make_shared<const unsigned>(t)};
       const CauseScope scope(cause);
       std::vector<DeviceAddr> held;
       for (std::uint64_t i = 0; i < 4000; ++i) {
         const Bytes size{i % 7 == 0 ? 5ull << 20 : 1000 + i};
-        const auto got = allocator.allocate({size, stream, kDefaultPool, 0, cause.context});
+        const auto got = allocator.allocate({size, stream, kDefaultPool, 0, cause.context.get()});
         EXPECT_TRUE(got.ok());
         if (!got.ok()) break;
         held.push_back(got.address);

@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include "support/contexts.hpp"
 #include "unit/core/core_tools.hpp"
 
 namespace gpumemx {
@@ -142,8 +143,9 @@ TEST_F(AllocatorTest, SmallBlocksUseTheLeftOversOfLargeOnes) {
 
 TEST_F(AllocatorTest, HistoryHasEveryEventInOrderWithSizesTagsAndContexts) {
   allocator_->record_history(100, [] { return std::int64_t{42}; });
-  const auto context = std::make_shared<const int>(7);
-  const auto got = allocator_->allocate({5000_B, permanent(main_), kDefaultPool, 99, context});
+  const ContextRef context = make_context();
+  const auto got =
+      allocator_->allocate({5000_B, permanent(main_), kDefaultPool, 99, context.get()});
   allocator_->free(got.address);
   allocator_->trim({});
   const auto events = allocator_->history();
@@ -195,13 +197,13 @@ TEST_F(AllocatorTest, HistoryIsOffUntilItIsAskedFor) {
 }
 
 TEST_F(AllocatorTest, TheContextOfABlockLivesAsLongAsTheBlock) {
-  auto context = std::make_shared<const int>(7);
-  const std::weak_ptr<const int> seen = context;
-  const auto got =
-      allocator_->allocate({1_MiB, permanent(main_), kDefaultPool, 0, std::move(context)});
-  EXPECT_FALSE(seen.expired());
+  int ended = 0;
+  ContextRef context = make_context(&ended);
+  const auto got = allocator_->allocate({1_MiB, permanent(main_), kDefaultPool, 0, context.get()});
+  context = nullptr;
+  EXPECT_EQ(ended, 0);
   free(got.address);
-  EXPECT_TRUE(seen.expired());
+  EXPECT_EQ(ended, 1);
 }
 
 TEST_F(AllocatorTest, FindsLiveBlocksByTheirAddressOnly) {

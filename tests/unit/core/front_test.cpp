@@ -9,6 +9,7 @@
 
 #include <thread>
 
+#include "support/contexts.hpp"
 #include "unit/core/core_tools.hpp"
 
 namespace gpumemx {
@@ -138,14 +139,71 @@ TEST_F(FrontTest, TheHistorySeesEveryEventFromItsBeginOn) {
   EXPECT_EQ(paths().front_hits, 2u);  // one before, one after
 }
 
+TEST_F(FrontTest, AHistoryUsesWhatIsParkedAndMissesNothing) {
+  allocator_->record_history(100);
+  int ended = 0;
+  DeviceAddr first{};
+  for (std::uint64_t i = 0; i < 4; ++i) {
+    const Cause allocating{make_context(&ended), nullptr};
+    const Cause freeing{make_context(&ended), nullptr};
+    DeviceAddr a{};
+    {
+      const CauseScope scope(allocating);
+      a = allocator_
+              ->allocate({4_KiB, permanent(main_), kDefaultPool, i + 1, allocating.context.get()})
+              .address;
+    }
+    if (i == 0) first = a;
+    EXPECT_EQ(a, first);
+    EXPECT_EQ(allocator_->find_block(a)->context, allocating.context);
+    const CauseScope scope(freeing);
+    put(a);
+    EXPECT_FALSE(allocator_->find_block(a).has_value());
+    EXPECT_FALSE(allocator_->free_if_live(a));
+    const auto events = allocator_->history();
+    ASSERT_GE(events.size(), 3u);
+    const HistoryEvent* last = &events[events.size() - 3];
+    EXPECT_EQ(last[0].kind, EventKind::kAlloc);
+    EXPECT_EQ(last[1].kind, EventKind::kFreeRequested);
+    EXPECT_EQ(last[2].kind, EventKind::kFreeCompleted);
+    for (int k = 0; k < 3; ++k) {
+      EXPECT_EQ(last[k].address, a);
+      EXPECT_EQ(last[k].size, 4_KiB);
+      EXPECT_EQ(last[k].tag, i + 1);
+      EXPECT_EQ(last[k].context, k == 0 ? allocating.context : freeing.context);
+    }
+  }
+  EXPECT_EQ(paths().front_hits, 3u);
+  EXPECT_EQ(stats().active.all().current, 0);
+  EXPECT_EQ(allocator_->layout().active, 0_B);
+  EXPECT_EQ(ended, 0);
+  allocator_->record_history(0);
+  EXPECT_EQ(ended, 7);  // all but the first, which brought the memory, were the ring's alone
+}
+
+TEST_F(FrontTest, AHistoryDoesNotParkWhatOtherStreamsUse) {
+  gpu_.set_manual(true);
+  allocator_->record_history(100);
+  const DeviceAddr a = get(4_KiB);
+  EXPECT_TRUE(allocator_->record_stream(a, other_));
+  gpu_.launch(other_.ref, {writes({a, 4_KiB}, 1)});
+  put(a);
+  EXPECT_EQ(allocator_->history().back().kind, EventKind::kFreeRequested);
+  EXPECT_NE(get(4_KiB), a);
+  EXPECT_EQ(paths().front_hits, 0u);
+  gpu_.complete_all();
+}
+
 TEST_F(FrontTest, ContextsGoTheLongWayAndStayWithTheirBlock) {
-  const auto context = std::make_shared<int>(7);
+  int ended = 0;
+  ContextRef context = make_context(&ended);
   put(get(4_KiB));
   const DeviceAddr a =
-      allocator_->allocate({4_KiB, permanent(main_), kDefaultPool, 9, context}).address;
+      allocator_->allocate({4_KiB, permanent(main_), kDefaultPool, 9, context.get()}).address;
   EXPECT_EQ(allocator_->find_block(a)->context, context);
+  context = nullptr;
   put(a);
-  EXPECT_EQ(context.use_count(), 1);
+  EXPECT_EQ(ended, 1);
   EXPECT_EQ(allocator_->find_block(get(4_KiB))->context, nullptr);
 }
 

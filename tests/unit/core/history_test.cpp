@@ -3,6 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
+#include "support/contexts.hpp"
+
 namespace gpumemx {
 namespace {
 
@@ -38,31 +42,37 @@ TEST(History, HasNoTimesWithoutAClock) {
 TEST(History, KeepsTheNewestAndDropsTheContextsOfTheOthers) {
   History history;
   history.reset(2, nullptr);
-  auto context = std::make_shared<const int>(1);
-  const std::weak_ptr<const int> seen = context;
-  HistoryEvent first = event(1);
-  first.context = std::move(context);
-  history.push(std::move(first));
+  int ended = 0;
+  history.push(event(1), make_context(&ended));
   history.push(event(2));
-  EXPECT_FALSE(seen.expired());
+  EXPECT_EQ(ended, 0);
   history.push(event(3));
-  EXPECT_TRUE(seen.expired());
+  EXPECT_EQ(ended, 1);
   EXPECT_EQ(history.events()[0].address.n, 2u);
   EXPECT_EQ(history.events()[1].address.n, 3u);
   EXPECT_EQ(history.events().overwritten(), 1u);
 }
 
+TEST(History, EveryEventOfALongRingLetsGoOfItsContextInItsTurn) {
+  constexpr int kLength = 3000;  // chunks of the ring, and a rest
+  History history;
+  history.reset(kLength, nullptr);
+  int ended = 0;
+  for (int i = 0; i < 3 * kLength; ++i) {
+    history.push(event(static_cast<std::uint64_t>(i)), make_context(&ended));
+    ASSERT_EQ(ended, std::max(0, i + 1 - kLength));
+  }
+  history.reset(0, nullptr);
+  EXPECT_EQ(ended, 3 * kLength);
+}
+
 TEST(History, EventsCarryTheCauseOfTheThreadThatMadeThem) {
   History history;
   history.reset(8, nullptr);
-  const Cause outer{std::make_shared<const int>(1), std::make_shared<const int>(2)};
+  const Cause outer{make_context(), std::make_shared<const int>(2)};
   const Cause inner{nullptr, std::make_shared<const int>(3)};
-  const auto own = std::make_shared<const int>(4);
-  const auto push = [&] {
-    HistoryEvent e = event(1);
-    e.context = own;
-    history.push(e);
-  };
+  const ContextRef own = make_context();
+  const auto push = [&] { history.push(event(1), own); };
   push();
   {
     const CauseScope scope(outer);
@@ -95,11 +105,10 @@ TEST(History, LeavesOutWhatItsRulesSay) {
   rules.skipped = 1u << static_cast<int>(EventKind::kFreeRequested);
   history.reset(8, nullptr, rules);
   HistoryEvent e = event(1);
-  e.context = std::make_shared<const int>(1);
   e.kind = EventKind::kFreeRequested;
-  history.push(e);
+  history.push(e, make_context());
   e.kind = EventKind::kFreeCompleted;
-  history.push(e);
+  history.push(e, make_context());
   ASSERT_EQ(history.events().size(), 1u);
   EXPECT_EQ(history.events()[0].kind, EventKind::kFreeCompleted);
   EXPECT_EQ(history.events()[0].context, nullptr);

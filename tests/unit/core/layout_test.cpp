@@ -6,6 +6,7 @@
 #include <map>
 #include <random>
 
+#include "support/contexts.hpp"
 #include "unit/core/core_tools.hpp"
 
 namespace gpumemx {
@@ -180,8 +181,8 @@ TEST_F(LayoutTest, ShowsWhatAMissIsFillingOnlyWhereMemoryIs) {
 
 TEST_F(LayoutTest, RemembersWhatBroughtTheMemory) {
   allocator_->record_history(100);
-  const Cause growing{std::make_shared<const int>(1), nullptr};
-  const Cause using_it{std::make_shared<const int>(2), nullptr};
+  const Cause growing{make_context(), nullptr};
+  const Cause using_it{make_context(), nullptr};
   {
     const CauseScope scope(growing);
     free(alloc(3_MiB));
@@ -189,8 +190,8 @@ TEST_F(LayoutTest, RemembersWhatBroughtTheMemory) {
   DeviceAddr block{};
   {
     const CauseScope scope(using_it);
-    block =
-        allocator_->allocate({3_MiB, permanent(main_), kDefaultPool, 0, using_it.context}).address;
+    block = allocator_->allocate({3_MiB, permanent(main_), kDefaultPool, 0, using_it.context.get()})
+                .address;
   }
   const MemoryLayout layout = allocator_->layout();
   ASSERT_EQ(layout.segments.size(), 1u);
