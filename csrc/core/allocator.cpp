@@ -250,9 +250,9 @@ void DeviceAllocator::count_in(Block& block, Front* front) {
 
 void DeviceAllocator::note(EventKind kind, const Block& block) {
   const HeapSet& set = block.heap->set();
-  books_.history.push({kind, block.begin, block.use.requested, set.timeline->stream().ref, set.pool,
-                       block.use.tag},
-                      block.use.context);
+  books_.history.push(
+      {kind, block.begin, block.use.requested, set.timeline->stream().ref, set.pool, block.use.tag},
+      block.use.context);
 }
 
 // Its memory is ready. `freed`: when the caller freed it, on its own stream, which may be gone by now.

@@ -142,8 +142,8 @@ struct SegmentInfo {
   StreamRef stream;
   PoolId pool{};
   HeapKind heap{};
-  std::uint64_t serial = 0;             // of its addresses: later ones were taken later
-  ContextRef context;  // of what brought the memory at its begin
+  std::uint64_t serial = 0;  // of its addresses: later ones were taken later
+  ContextRef context;        // of what brought the memory at its begin
   std::size_t first = 0;
   std::size_t count = 0;
 };

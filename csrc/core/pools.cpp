@@ -351,8 +351,8 @@ Result<RestoredPool> DeviceAllocator::restore_pool(const PoolCheckpoint& checkpo
         if (is_kept[i]) continue;
         Block* ready = ready_at(pool, w.address, w.size);
         Block* block = ready->heap->take(ready, w.address, w.size);
-        (void)hand_out(
-            block, {w.requested, block->heap->set().timeline->stream(), pool, w.tag, w.context.get()});
+        (void)hand_out(block, {w.requested, block->heap->set().timeline->stream(), pool, w.tag,
+                               w.context.get()});
       }
     }
     for (const ClosedEpoch& c : closed) record_fence(*c.line, c.epoch, c.in_pool);

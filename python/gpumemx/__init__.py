@@ -13,7 +13,6 @@ Importing it imports neither torch nor the compiled parts, and starts no CUDA.
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gpumemx._version import __version__
 from gpumemx.errors import (
     GpumemxError,
     InstallError,
@@ -29,6 +28,7 @@ from gpumemx.monitor import GPUMonitor, monitor
 if TYPE_CHECKING:
     from gpumemx._analyze import Analysis, analyze
     from gpumemx._replay import CardVerdict, ReplayResult, replay
+    from gpumemx._version import __version__
     from gpumemx.allocator import Setting, install_allocator, is_installed, settings
     from gpumemx.behind import MemoryBehind, memory_behind
     from gpumemx.oom import OomHolder, OomReport, dump_on_oom, last_oom
@@ -121,6 +121,7 @@ _MODULES = {
     "CardVerdict": "gpumemx._replay",
     "ReplayResult": "gpumemx._replay",
     "replay": "gpumemx._replay",
+    "__version__": "gpumemx._version",
     "Trace": "gpumemx.trace",
     "load_trace": "gpumemx.trace",
 }
@@ -141,8 +142,8 @@ def __dir__() -> list[str]:
 
 
 if "torch" in sys.modules:
+    from gpumemx._adapter import attach_report
     from gpumemx.allocator import watch_cuda_start
-    from gpumemx.oom import attach
 
     watch_cuda_start()
-    attach(sys.modules["torch"])
+    attach_report(sys.modules["torch"])

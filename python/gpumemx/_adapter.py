@@ -170,8 +170,6 @@ def find(torch: ModuleType) -> Adapter:
     InstallError
         There is none that fits, or it cannot be loaded; the text is one sentence.
     """
-    from gpumemx import oom
-
     version = str(torch.__version__)
     name = module_name(version)
     full_name = f"gpumemx.{name}"
@@ -190,13 +188,26 @@ def find(torch: ModuleType) -> Adapter:
         )
     try:
         adapter = cast(Adapter, importlib.import_module(full_name))
-        oom.attach(torch)
+        attach_report(torch)
         return adapter
     except ImportError as error:
         raise InstallError(
             f"gpumemx's adapter for PyTorch {version} ({name}) cannot be loaded: {error}; "
             "install gpumemx again in this environment"
         ) from error
+
+
+def attach_report(torch: ModuleType) -> None:
+    """Give ``torch.OutOfMemoryError`` its property ``report``. Torch has it from 2.5 on."""
+    kind = getattr(torch, "OutOfMemoryError", None)
+    if kind is not None and not hasattr(kind, "report"):
+        kind.report = property(_report, doc="Why the request failed: a gpumemx.OomReport.")
+
+
+def _report(error: BaseException) -> object:
+    from gpumemx.oom import OomReport  # only programs that run out of memory pay for it
+
+    return OomReport.of(error)
 
 
 def load() -> Adapter:

@@ -6,8 +6,6 @@ import re
 import sys
 from typing import Any, Protocol, SupportsIndex, TypeAlias
 
-from gpumemx import _nvml
-
 
 class TorchDevice(Protocol):
     """What is used of ``torch.device``."""
@@ -79,6 +77,8 @@ def _current() -> int:
 
 
 def _index_of(name: str) -> int:
+    from gpumemx import _nvml
+
     cuda = _started_cuda()
     if cuda is not None:
         # CUDA names a MIG device and a whole one alike, without what is in front.

@@ -7,7 +7,7 @@ import sys
 import traceback
 from dataclasses import asdict, dataclass
 
-from gpumemx import _adapter, pressure
+from gpumemx import _adapter
 from gpumemx.errors import InstallError, SettingError
 
 _log = logging.getLogger("gpumemx")
@@ -89,7 +89,7 @@ def install_allocator(*, late: bool = False, **settings: str | int | float | boo
         _check_same(
             adapter, {key.strip().lower(): wanted[key.strip().lower()] for key in arguments}
         )
-        pressure.connect(adapter)
+        _connect_pressure(adapter)
         return
     if adapter.cuda_started() and not late:
         raise InstallError(_too_late())
@@ -99,7 +99,7 @@ def install_allocator(*, late: bool = False, **settings: str | int | float | boo
         raise SettingError(str(error)) from None
     except RuntimeError as error:
         raise InstallError(f"gpumemx cannot be installed: {error}") from None
-    pressure.connect(adapter)
+    _connect_pressure(adapter)
 
 
 def is_installed() -> bool:
@@ -142,6 +142,14 @@ def settings() -> list[Setting]:
     except ValueError as error:
         raise SettingError(str(error)) from None
     return [Setting(**entry) for entry in entries]
+
+
+def _connect_pressure(adapter: _adapter.Adapter) -> None:
+    # Without the module nobody is to be asked. If another thread is importing it, that is awaited.
+    if "gpumemx.pressure" in sys.modules:
+        from gpumemx import pressure
+
+        pressure.connect(adapter)
 
 
 def _is_disabled() -> bool:

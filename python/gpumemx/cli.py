@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command ``gpumemx``.
+"""The commands of ``gpumemx`` but ``run`` (gpumemx/_run.py).
 
-Exit status of ``gpumemx run``: the program's (gpumemx/_run.py). Of ``gpumemx check``: 0 gpumemx can
+Exit status of ``gpumemx check``: 0 gpumemx can
 work here; 1 it can't. Of ``gpumemx replay``: 0 every trace was replayed to its end, and fits on
 every card that was named; 1 at least one ran out of memory; 2 a file could not be used or written,
 or an argument is wrong (2 goes before 1). Of ``gpumemx analyze``: 0, or 2 in the same sense.
@@ -40,14 +40,8 @@ _MAX_LAG_MS = 3_600_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["run"]:
-        # Not argparse's: everything after the program's name is the program's, and so is its end.
-        from gpumemx._run import run_command
-
-        return run_command(words[1:])
-    args = _parser().parse_args(words)
+    """Run a command but ``run`` and return its exit status."""
+    args = _parser().parse_args(argv)
     try:
         status: int = args.run(args)
         sys.stdout.flush()

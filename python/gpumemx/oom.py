@@ -2,9 +2,9 @@
 """Why a request for device memory failed: the report of an out-of-memory error.
 
 torch raises its own error, which carries nothing but text. gpumemx's text ends with the number of a
-report that is kept, so each error finds its own: `attach` makes that the property ``report`` of
-``torch.OutOfMemoryError``. An error of torch's own allocator, or of another process, is read as
-far as its text goes.
+report that is kept, so each error finds its own, as the property ``report`` of
+``torch.OutOfMemoryError`` (`gpumemx._adapter.attach_report`). An error of torch's own allocator, or
+of another process, is read as far as its text goes.
 """
 
 import logging
@@ -15,7 +15,6 @@ import threading
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from gpumemx import _adapter
@@ -158,13 +157,6 @@ def last_oom() -> OomReport | None:
     adapter = _adapter.installed()
     figures = None if adapter is None else adapter.last_oom()
     return None if figures is None else _from_figures(figures)
-
-
-def attach(torch: ModuleType) -> None:
-    """Give ``torch.OutOfMemoryError`` its property ``report``. Torch has it from 2.5 on."""
-    kind = getattr(torch, "OutOfMemoryError", None)
-    if kind is not None and not hasattr(kind, "report"):
-        kind.report = property(OomReport.of, doc="Why the request failed: a gpumemx.OomReport.")
 
 
 # What NVML said when a report was first asked for: it is made anew each time.

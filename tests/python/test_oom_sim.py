@@ -320,7 +320,7 @@ TORCH = (
 def test_torchs_own_errors_are_read_as_far_as_they_go(said: tuple[str, ...], cause: str) -> None:
     import torch
 
-    gpumemx.oom.attach(torch)  # type: ignore[attr-defined]
+    gpumemx._adapter.attach_report(torch)
     error = torch.OutOfMemoryError(TORCH.format(*said))
     r = error.report  # type: ignore[attr-defined]
     assert isinstance(r, OomReport)

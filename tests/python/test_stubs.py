@@ -60,6 +60,30 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == ""
 
 
+def modules_of(code: str) -> set[str]:
+    """Return gpumemx's own modules, and others that cost a millisecond, that the code imports."""
+    script = (
+        "import runpy, sys\n" + code + "\nothers = {'argparse', 'json', 'importlib.metadata', "
+        "'subprocess', 'numpy', 'rich', 'pynvml', 'torch'}\n"
+        "print(*(m for m in sys.modules if m in others or m.startswith('gpumemx')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_a_program_pays_for_no_module_that_it_does_not_use() -> None:
+    package = {"gpumemx", "gpumemx.errors", "gpumemx.monitor", "gpumemx._adapter"}
+    package |= {"gpumemx._device"}
+    assert modules_of("import gpumemx") == package
+    # A torch that has no error of its own and starts no CUDA will do.
+    with_torch = "import types; sys.modules['torch'] = types.ModuleType('torch'); import gpumemx"
+    assert modules_of(with_torch) == {*package, "torch", "gpumemx.allocator"}
+    run = "sys.argv[1:] = ['run', '--help']\nfrom gpumemx.__main__ import main\nmain()"
+    assert modules_of(run) == {*package, "gpumemx.__main__", "gpumemx._run", "gpumemx.allocator"}
+
+
 def test_the_stub_says_what_the_module_has(tmp_path: Path) -> None:
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed")

@@ -144,7 +144,8 @@ TEST_F(AllocatorTest, SmallBlocksUseTheLeftOversOfLargeOnes) {
 TEST_F(AllocatorTest, HistoryHasEveryEventInOrderWithSizesTagsAndContexts) {
   allocator_->record_history(100, [] { return std::int64_t{42}; });
   const ContextRef context = make_context();
-  const auto got = allocator_->allocate({5000_B, permanent(main_), kDefaultPool, 99, context.get()});
+  const auto got =
+      allocator_->allocate({5000_B, permanent(main_), kDefaultPool, 99, context.get()});
   allocator_->free(got.address);
   allocator_->trim({});
   const auto events = allocator_->history();
@@ -198,8 +199,7 @@ TEST_F(AllocatorTest, HistoryIsOffUntilItIsAskedFor) {
 TEST_F(AllocatorTest, TheContextOfABlockLivesAsLongAsTheBlock) {
   int ended = 0;
   ContextRef context = make_context(&ended);
-  const auto got =
-      allocator_->allocate({1_MiB, permanent(main_), kDefaultPool, 0, context.get()});
+  const auto got = allocator_->allocate({1_MiB, permanent(main_), kDefaultPool, 0, context.get()});
   context = nullptr;
   EXPECT_EQ(ended, 0);
   free(got.address);

@@ -190,9 +190,8 @@ TEST_F(LayoutTest, RemembersWhatBroughtTheMemory) {
   DeviceAddr block{};
   {
     const CauseScope scope(using_it);
-    block =
-        allocator_->allocate({3_MiB, permanent(main_), kDefaultPool, 0, using_it.context.get()})
-            .address;
+    block = allocator_->allocate({3_MiB, permanent(main_), kDefaultPool, 0, using_it.context.get()})
+                .address;
   }
   const MemoryLayout layout = allocator_->layout();
   ASSERT_EQ(layout.segments.size(), 1u);
