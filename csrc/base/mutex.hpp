@@ -83,7 +83,8 @@ class GPUMEMX_CAPABILITY Mutex {
   void wait() {
     // Ever more rarely, so that many who wait leave the line to the one that holds it.
     constexpr int kRounds = 8, kLongest = 16;
-    for (int round = 0, pauses = 1; round < kRounds; ++round, pauses = std::min(pauses * 2, kLongest)) {
+    for (int round = 0, pauses = 1; round < kRounds;
+         ++round, pauses = std::min(pauses * 2, kLongest)) {
       for (int i = 0; i < pauses; ++i) pause();
       if (state_.load(std::memory_order_relaxed) == kFree && take()) return;
     }

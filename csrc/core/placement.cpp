@@ -304,8 +304,7 @@ void CandidateSearch::evaluate(const Run& run, DeviceAddr at) {
   if (!sums) return;
   const double maps = std::max(std::ceil(static_cast<double>(sums->missing) / handle_pages_),
                                static_cast<double>(sums->gaps));
-  const double cost =
-      maps * kMapCost + sums->stale * repoint_cost_ + sums->switches * kSwitchCost;
+  const double cost = maps * kMapCost + sums->stale * repoint_cost_ + sums->switches * kSwitchCost;
   const double waste = (static_cast<double>(sums->pinned) * static_cast<double>(kPage.n) -
                         static_cast<double>(size_.n)) /
                        static_cast<double>(1u << 20);

@@ -367,6 +367,9 @@ Result<RestoredPool> DeviceAllocator::restore_pool(const PoolCheckpoint& checkpo
 // --- released pools
 
 bool DeviceAllocator::dissolve_released_pools() {
+  // A set that still has live blocks gives up what stands around them, too.
+  const auto given = [&] { return std::pair(reserved(), books_.handles.loose().bytes()); };
+  const auto before = given();
   bool any = false;
   for (auto pool = pools_.begin(); pool != pools_.end();) {
     const PrivatePool& p = pool->second;
@@ -392,7 +395,7 @@ bool DeviceAllocator::dissolve_released_pools() {
     }
     pool = gone ? pools_.erase(pool) : std::next(pool);
   }
-  return any;
+  return any || given() != before;
 }
 
 // Unmaps the dormant aliases that others' handles have left in a heap, as far as they are complete.
@@ -484,7 +487,11 @@ bool DeviceAllocator::dissolve(HeapSet& set, const PrivatePool* pool) {
       std::vector<Unmap> unmaps;
       for (Mapping* m = handle->aliases; m != nullptr;) {
         Mapping* next = m->next_alias;
-        if (m->heap == heap.get()) drop_alias(m, unmaps);
+        if (m->heap == heap.get()) {
+          // If the driver does not unmap it now, somebody can later: no event may ever tell its use's end.
+          if (is_complete(m->last_use)) m->last_use = {};
+          drop_alias(m, unmaps);
+        }
         m = next;
       }
       {

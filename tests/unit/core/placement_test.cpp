@@ -333,7 +333,8 @@ TEST_F(SearchTest, TwoAliasesOfOneHandleServeOnlyOnce) {
   const Candidate* c = at(find(h, 16_MiB), begin);
   ASSERT_NE(c, nullptr);
   // One is switched to, the other has to give way to a new handle.
-  EXPECT_DOUBLE_EQ(c->key, options_.price_pages * (kSwitchCost + policy_.repoint_cost() + kMapCost));
+  EXPECT_DOUBLE_EQ(c->key,
+                   options_.price_pages * (kSwitchCost + policy_.repoint_cost() + kMapCost));
 }
 
 }  // namespace

@@ -82,6 +82,25 @@ TEST_F(PoolsTest, MemoryOfAPoolInUseNeverMovesNotEvenUnderPressure) {
   gpu_.complete_all();
 }
 
+// Random programs, seed 2436: the pool's set stays for its live block, and that its other memory went
+// was not noticed.
+TEST_F(PoolsTest, ARequestTriesAgainWhenAReleasedPoolGaveUpAPart) {
+  Options options;
+  options.plain = true;
+  start(options);
+  gpu_.set_manual(true);
+  const PoolId pool = allocator_->create_pool({});
+  const DeviceAddr freed = alloc(1_GiB, a_, pool), live = alloc(1_GiB, a_, pool);
+  gpu_.launch(main_, {writes({freed, 1_GiB}, 1)});
+  free(freed);
+  allocator_->release_pool(pool);
+  alloc(1_GiB, a_);  // asks in vain, so that the next miss does not ask at first
+  gpu_.complete_all();
+  EXPECT_TRUE(try_alloc(1536_MiB, a_).ok());
+  free(live);
+  gpu_.set_manual(false);
+}
+
 TEST_F(PoolsTest, TakesIdleMemoryOfOthersOnlyWhenItIsComplete) {
   gpu_.set_manual(true);
   const DeviceAddr block = alloc(64_MiB);
@@ -628,6 +647,27 @@ TEST_F(PoolsTest, AStreamThatIsGoneBeforeItsCaptureEndsIsNotTouchedAgain) {
   EXPECT_TRUE(gpu_.end_capture(b_.ref).ok());
   allocator_->end_capture();
   allocator_->release_pool(pool);
+  allocator_->trim({});
+  EXPECT_EQ(reserved(), 0_B);
+}
+
+// Random programs, seed 2802: of such a stream nothing is ever heard again, so a mapping of its time that
+// the driver did not unmap at first kept its memory for good.
+TEST_F(PoolsTest, MemoryOfAStreamThatIsGoneIsReleasedAlsoAfterAFailedUnmap) {
+  const PoolId pool = allocator_->create_pool({});
+  gpu_.begin_capture(b_.ref, CaptureMode::kGlobal);
+  allocator_->begin_capture();
+  const StreamInfo body{gpu_.new_stream(), /*permanent=*/false, /*capturing=*/true};
+  gpu_.begin_capture(body.ref, CaptureMode::kGlobal);
+  free(alloc(20_MiB, body, pool));
+  EXPECT_TRUE(gpu_.end_capture(body.ref).ok());
+  gpu_.destroy_stream(body.ref);
+  EXPECT_TRUE(gpu_.end_capture(b_.ref).ok());
+  allocator_->end_capture();
+  allocator_->release_pool(pool);
+  gpu_.fail_nth(DriverCall::kUnmap, 1);
+  allocator_->trim({});
+  EXPECT_EQ(gpu_.faults_fired(), 1u);
   allocator_->trim({});
   EXPECT_EQ(reserved(), 0_B);
 }
