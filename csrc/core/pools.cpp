@@ -368,7 +368,10 @@ Result<RestoredPool> DeviceAllocator::restore_pool(const PoolCheckpoint& checkpo
 
 bool DeviceAllocator::dissolve_released_pools() {
   // A set that still has live blocks gives up what stands around them, too.
-  const auto given = [&] { return std::pair(reserved(), books_.handles.loose().bytes()); };
+  const auto given = [&] {
+    mu_.assert_held();
+    return std::pair(reserved(), books_.handles.loose().bytes());
+  };
   const auto before = given();
   bool any = false;
   for (auto pool = pools_.begin(); pool != pools_.end();) {
