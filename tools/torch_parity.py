@@ -190,7 +190,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=int, default=100, help="seconds for a test (100)")
     parser.add_argument("--limit", type=float, default=560, help="seconds for a side (560)")
     parser.add_argument(
-        "--again", type=float, default=200, help="seconds for the lost, each alone (200)"
+        "--again", type=float, default=200, help="seconds a side for the lost, each alone (200)"
     )
     parser.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES; A,B: both at once")
     parser.add_argument("--only", choices=SIDES, help="run one side")
@@ -379,10 +379,9 @@ def try_again(args: argparse.Namespace, temp: Path, results: Results, lost: set[
     Return those that do not, and fail alone on torch's allocator as well.
     """
     tests = temp / "gpumemx"
-    until = time.monotonic() + args.again
     known = sorted(key for key in lost if key in results.nodes)
 
-    def ends_as(key: str, side: str, wanted: str) -> Results | None:
+    def ends_as(key: str, side: str, wanted: str, until: float) -> Results | None:
         """Return the first of the tries that ends as wanted."""
         reports = temp / f"again-{side}-{known.index(key)}.jsonl"
         for _ in range(TRIES):
@@ -394,7 +393,8 @@ def try_again(args: argparse.Namespace, temp: Path, results: Results, lost: set[
 
     last: dict[str, Results] = {}
     with ThreadPoolExecutor(args.workers) as pool:
-        second = pool.map(lambda key: ends_as(key, "gpumemx", "passed"), known)
+        until = time.monotonic() + args.again
+        second = pool.map(lambda key: ends_as(key, "gpumemx", "passed", until), known)
         passed = {key for key, found in zip(known, second, strict=True) if found}
         for key in known:
             if key in passed:
@@ -403,7 +403,9 @@ def try_again(args: argparse.Namespace, temp: Path, results: Results, lost: set[
                 results.errors[key] = last[key].errors[key]
                 results.tails[key] = last[key].tails.get(key, [])
         still = [key for key in known if key not in passed]
-        third = pool.map(lambda key: ends_as(key, "native", "failed"), still)
+        # Whatever the second tries have taken, those on native get as long.
+        later = time.monotonic() + args.again
+        third = pool.map(lambda key: ends_as(key, "native", "failed", later), still)
         unsteady = {key for key, found in zip(still, third, strict=True) if found}
     print(f"gpumemx: {len(known)} tests again, each alone: {len(passed)} passed", flush=True)
     return unsteady
