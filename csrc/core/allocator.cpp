@@ -134,6 +134,7 @@ Block* DeviceAllocator::take_hit(HeapSet& set, Bytes size, HitWaste waste) {
     if (heap == nullptr) return nullptr;
     const auto hit = find_hit(*heap, size, options_.hit_scan);
     if (!hit || hit->waste > most_waste) return nullptr;
+    // The first page stands for the rest: what it decides is only when the next event is due.
     const Stamp& last_use = hit->block->region->mapping_at(hit->at)->last_use;
     if (last_use.timeline == set.timeline && last_use.epoch == set.timeline->epoch()) {
       set.timeline->note_taken(size);

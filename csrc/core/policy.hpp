@@ -59,8 +59,8 @@ struct Policy {
     return tight() ? std::min(price, options.tight_price) : price;
   }
 
-  // What dropping a mapping that is in the way costs. Only where memory is to spare for it: large
-  // programs would reserve up to 0.4 % more.
+  // What dropping a mapping that is in the way costs: as much as beside kernels where there is memory
+  // to spare for it. Elsewhere that price makes programs reserve up to 0.4 % more.
   double repoint_cost() const {
     return spare() > Bytes{} && !tight() ? kBusyRepointCost : kRepointCost;
   }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "unit/core/core_tools.hpp"
 
@@ -15,6 +16,22 @@ class PoolsTest : public AllocatorTest {
   PoolsTest() : AllocatorTest(device_of(4_GiB)) {}
   const StreamInfo a_ = permanent(main_);
   const StreamInfo b_ = new_stream();
+
+  // A pool of a graph, allocated from and freed to on a stream that is gone before the capture ends, and
+  // released. (torch captures the body of a conditional node on such a stream.)
+  void free_in_a_body(const std::vector<Bytes>& sizes) {
+    const PoolId pool = allocator_->create_pool({});
+    gpu_.begin_capture(b_.ref, CaptureMode::kGlobal);
+    allocator_->begin_capture();
+    const StreamInfo body{gpu_.new_stream(), /*permanent=*/false, /*capturing=*/true};
+    gpu_.begin_capture(body.ref, CaptureMode::kGlobal);
+    for (const Bytes size : sizes) free(alloc(size, body, pool));
+    EXPECT_TRUE(gpu_.end_capture(body.ref).ok());
+    gpu_.destroy_stream(body.ref);
+    EXPECT_TRUE(gpu_.end_capture(b_.ref).ok());
+    allocator_->end_capture();
+    allocator_->release_pool(pool);
+  }
 };
 
 TEST_F(PoolsTest, EachPoolHasItsOwnMemory) {
@@ -633,20 +650,8 @@ TEST_F(CheckpointTest, WorksInPlainPoolsToo) {
 
 // --- captures
 
-// The body of a conditional node is captured on a stream that lives for the body only.
 TEST_F(PoolsTest, AStreamThatIsGoneBeforeItsCaptureEndsIsNotTouchedAgain) {
-  const PoolId pool = allocator_->create_pool({});
-  gpu_.begin_capture(b_.ref, CaptureMode::kGlobal);
-  allocator_->begin_capture();
-  const StreamInfo body{gpu_.new_stream(), /*permanent=*/false, /*capturing=*/true};
-  gpu_.begin_capture(body.ref, CaptureMode::kGlobal);
-  free(alloc(20_MiB, body, pool));
-  free(alloc(700_B, body, pool));
-  EXPECT_TRUE(gpu_.end_capture(body.ref).ok());
-  gpu_.destroy_stream(body.ref);
-  EXPECT_TRUE(gpu_.end_capture(b_.ref).ok());
-  allocator_->end_capture();
-  allocator_->release_pool(pool);
+  free_in_a_body({20_MiB, 700_B});
   allocator_->trim({});
   EXPECT_EQ(reserved(), 0_B);
 }
@@ -654,17 +659,7 @@ TEST_F(PoolsTest, AStreamThatIsGoneBeforeItsCaptureEndsIsNotTouchedAgain) {
 // Random programs, seed 2802: of such a stream nothing is ever heard again, so a mapping of its time that
 // the driver did not unmap at first kept its memory for good.
 TEST_F(PoolsTest, MemoryOfAStreamThatIsGoneIsReleasedAlsoAfterAFailedUnmap) {
-  const PoolId pool = allocator_->create_pool({});
-  gpu_.begin_capture(b_.ref, CaptureMode::kGlobal);
-  allocator_->begin_capture();
-  const StreamInfo body{gpu_.new_stream(), /*permanent=*/false, /*capturing=*/true};
-  gpu_.begin_capture(body.ref, CaptureMode::kGlobal);
-  free(alloc(20_MiB, body, pool));
-  EXPECT_TRUE(gpu_.end_capture(body.ref).ok());
-  gpu_.destroy_stream(body.ref);
-  EXPECT_TRUE(gpu_.end_capture(b_.ref).ok());
-  allocator_->end_capture();
-  allocator_->release_pool(pool);
+  free_in_a_body({20_MiB});
   gpu_.fail_nth(DriverCall::kUnmap, 1);
   allocator_->trim({});
   EXPECT_EQ(gpu_.faults_fired(), 1u);
