@@ -559,6 +559,7 @@ class DeviceAllocator {
   void restore(const std::vector<Unmap>& unmaps) GPUMEMX_REQUIRES(work_mu_, mu_);
   bool release(Handle* handle) GPUMEMX_REQUIRES(work_mu_, mu_);
   void drop_complete_aliases() GPUMEMX_REQUIRES(work_mu_, mu_);
+  bool can_release_later(const Handle& handle) const GPUMEMX_REQUIRES(work_mu_, mu_);
   bool maintain_once(bool release_returning) GPUMEMX_REQUIRES(work_mu_) GPUMEMX_EXCLUDES(mu_);
   bool retire_doomed() GPUMEMX_REQUIRES(work_mu_, mu_);
   bool trim_crowded() GPUMEMX_REQUIRES(work_mu_, mu_);

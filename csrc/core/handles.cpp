@@ -102,6 +102,15 @@ void DeviceAllocator::drop_complete_aliases() {
   restore(unmaps);
 }
 
+// Whether a handle that a re-cut replaces may be left to maintain(). What waits there is reserved, so a
+// program that asks faster than maintain() gets to work must not pile it up.
+bool DeviceAllocator::can_release_later(const Handle& handle) const {
+  if (!options_.background) return false;
+  Bytes bytes = handle.size();
+  for (const Handle* h : doomed_) bytes += h->size();
+  return bytes <= policy({}).doomed_at_most();
+}
+
 // What a re-cut replaced goes back. False when there was none.
 bool DeviceAllocator::release_doomed() {
   const std::vector<Handle*> doomed = std::exchange(doomed_, {});

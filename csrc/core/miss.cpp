@@ -23,6 +23,8 @@ constexpr int kVmFailuresUntilPlain = 6;
 constexpr int kPlanFailures = 3;
 // How often a request is tried again because handles that were to go are gone.
 constexpr int kReleases = 4;
+// Where maintain() does not get to work, a handle keeps up to this many times Options::max_aliases.
+constexpr std::uint32_t kCrowd = 2;
 
 // Tells maintain() to keep out of the way.
 class WantsWork {
@@ -99,13 +101,18 @@ bool DeviceAllocator::poll_if_not_yet() {
   return poll();
 }
 
-// Near the capacity, what others on the device have taken or given back decides what can be had. True
+// Near the device's capacity, what others on it have taken or given back decides what can be had. True
 // when there is more than was known.
 bool DeviceAllocator::refresh_capacity(bool only_if_tight) {
   Bytes reserved;
   {
     MutexLock lock(mu_);
-    if (only_if_tight && !policy({}).tight()) return false;
+    if (only_if_tight) {
+      // A cap of our own below that is nobody else's business.
+      Policy of_device = policy({});
+      of_device.capacity = device_capacity_;
+      if (!of_device.tight()) return false;
+    }
     reserved = this->reserved();
   }
   const auto memory = driver_.memory();
@@ -213,17 +220,13 @@ DeviceAllocator::Served DeviceAllocator::execute(const MissPlan& plan) {
                                                         : paths.harvested_other);
       if (handle->home != nullptr) Heap::leave_home(handle);
       handle->idle_list->remove(handle);
-      if (options_.background) {
-        if (handle->alias_count >= static_cast<std::uint32_t>(options_.max_aliases)) {
-          crowded_.push_back(handle->id);
-        }
-      } else {
-        while (handle->alias_count >= static_cast<std::uint32_t>(options_.max_aliases)) {
-          Mapping* oldest = oldest_droppable(*handle);
-          if (oldest == nullptr) break;
-          drop_alias(oldest, unmaps);
-          ++paths.aliases_dropped;
-        }
+      const auto most = static_cast<std::uint32_t>(options_.max_aliases);
+      if (options_.background && handle->alias_count >= most) crowded_.push_back(handle->id);
+      while (handle->alias_count >= (options_.background ? kCrowd * most : most)) {
+        Mapping* oldest = oldest_droppable(*handle);
+        if (oldest == nullptr) break;
+        drop_alias(oldest, unmaps);
+        ++paths.aliases_dropped;
       }
     } else {
       planned += kPage * piece.pages;
@@ -232,7 +235,7 @@ DeviceAllocator::Served DeviceAllocator::execute(const MissPlan& plan) {
       ++paths.recut;
       if (victim->home != nullptr) Heap::leave_home(victim);
       victim->idle_list->remove(victim);
-      if (options_.background && planned <= std::min(cap(), device_capacity_)) {
+      if (can_release_later(*victim) && planned <= std::min(cap(), device_capacity_)) {
         victim->pinned = true;  // nobody takes it until maintain() releases it
         doomed_.push_back(victim);
       } else {

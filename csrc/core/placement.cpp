@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <tuple>
 
 #include "core/planted.hpp"
@@ -11,6 +12,11 @@
 namespace gpumemx {
 
 namespace {
+
+constexpr double kMib = 1u << 20;
+// How far ahead a run is fetched, in pages; most handles have four or more.
+constexpr std::uint64_t kFetchAhead = 64;
+constexpr std::uint64_t kFetchStep = 4;
 
 DeviceAddr page_up(DeviceAddr a) { return {round_up({a.n}, kPage).n}; }
 DeviceAddr page_down(DeviceAddr a) { return {round_down({a.n}, kPage).n}; }
@@ -94,7 +100,8 @@ std::optional<Hit> find_hit(const Heap& heap, Bytes size, int scan) {
 }
 
 bool usable_by(const Handle& handle, const HeapSet& set) {
-  if (handle.pinned || handle.busy()) return false;
+  // Only what is idle waits in a list, which spares a look at its home.
+  if (handle.pinned || handle.idle_list == nullptr) return false;
   if (handle.last_use.complete()) return true;
   if (set.is_private) return planted(Fault::kPrivateMerelyOrdered);
   return handle.last_use.timeline == set.timeline || planted(Fault::kOtherStreamUnchecked);
@@ -116,10 +123,22 @@ std::span<const Candidate> CandidateSearch::find(const Heap& heap, Bytes size, c
   repoint_cost_ = policy.repoint_cost();
   found_.clear();
   collect_runs();
-  is_good_ = false;
-  for (const Run& run : runs_) {
+  const bool all = most == kAllPlaces;
+  sure_ = std::numeric_limits<double>::infinity();
+  stretches_.clear();
+  std::uint64_t searched = 0;
+  bool is_good = false;
+  for (Run& run : runs_) {
+    read_run(run);
+    if (run.longest_row < size_) continue;
     search_run(run);
-    if (is_good_ && most != kAllPlaces) break;
+    is_good = !all && sure_ <= static_cast<double>(policy.switch_waste(searched++).n) / kMib;
+    if (is_good) break;
+  }
+  if (!is_good) {
+    for (const Run& run : runs_) {
+      if (run.longest_row < size_ && (all || can_win(run))) search_run(run);
+    }
   }
   most = std::min(most, found_.size());
   std::partial_sort(found_.begin(), found_.begin() + static_cast<std::ptrdiff_t>(most),
@@ -144,7 +163,7 @@ void CandidateSearch::collect_runs() {
   for (Block* b = free.first_from(bin_of(size_)); b != nullptr && whole < limit;
        b = free.after(b)) {
     if (b->size < size_ || void_next_to(b)) continue;
-    runs_.push_back({b, b->begin, b->end(), false});
+    runs_.push_back({b, b, b->begin, b->end(), false, {}, 0, 0});
     ++whole;
   }
   const Block* open_end = heap_->regions().back()->last;
@@ -160,8 +179,9 @@ void CandidateSearch::collect_runs() {
       }
     }
     if (seen) continue;
-    Run run{first, first->begin, b->end(), b == open_end};
-    for (const Block* n = b->next; n != nullptr && n->is_free(); n = n->next) {
+    Run run{first, b, first->begin, b->end(), b == open_end, {}, 0, 0};
+    for (Block* n = b->next; n != nullptr && n->is_free(); n = n->next) {
+      run.last = n;
       run.end = n->end();
       run.open = run.open || n == open_end;
     }
@@ -184,7 +204,8 @@ void CandidateSearch::collect_runs() {
 }
 
 void CandidateSearch::search_run(const Run& run) {
-  read_run(run);
+  read_ = std::span(stretches_).subspan(run.first_stretch, run.stretch_count);
+  sum_up();
   const int places = policy_->options.miss_extents;
   from(run, run.begin);
   if (!run.open) upto(run, run.end);
@@ -201,7 +222,7 @@ void CandidateSearch::search_run(const Run& run) {
   // Begins of rows of dormant aliases.
   int aliases = 0;
   bool in_row = false;
-  for (const Stretch& s : stretches_) {
+  for (const Stretch& s : read_) {
     const bool alias = s.ground != Ground::kEmpty && s.ground != Ground::kHome;
     if (alias && !in_row) {
       evaluate(run, s.begin);
@@ -218,61 +239,112 @@ void CandidateSearch::search_run(const Run& run) {
 }
 
 // Reads the pages of a run up to the last that has a mapping; beyond, everything is empty.
-void CandidateSearch::read_run(const Run& run) {
+void CandidateSearch::read_run(Run& run) {
   const HeapSet& set = heap_->set();
   const Region* region = run.first->region;
-  const std::uint64_t search = handles_->next_serial();
-  stretches_.clear();
-  twins_.clear();
-  total_ = {};
+  run.first_stretch = stretches_.size();
   const DeviceAddr end = page_up(run.end);
-  const DeviceAddr mapped = std::min(end, std::max(region->mapped_end, page_down(run.begin)));
-  for (DeviceAddr page = page_down(run.begin); page < mapped;) {
+  const DeviceAddr begin = page_down(run.begin);
+  const DeviceAddr mapped = std::min(end, std::max(region->mapped_end, begin));
+  // The records are scattered, and cold when the program has just done something else.
+  DeviceAddr fetched = begin;
+  const auto fetch_upto = [&](DeviceAddr limit) {
+    for (limit = std::min(limit, mapped); fetched < limit; fetched = fetched + kPage * kFetchStep) {
+      if (const Mapping* m = region->mapping_at(fetched)) __builtin_prefetch(m);
+    }
+  };
+  // Field by field: put together on the stack and copied, a stretch costs several times as much, for
+  // the copy has to wait for the fields.
+  const auto add = [&](DeviceAddr from, DeviceAddr to, Ground ground, const Mapping* m) {
+    Stretch& s = stretches_.emplace_back();
+    s.begin = from;
+    s.end = to;
+    s.ground = ground;
+    if (m == nullptr) return;
+    s.handle = m->handle;
+    s.idle = m->uses == 0;
+  };
+  Bytes longest;
+  DeviceAddr row = begin;  // its begin
+  const auto end_row = [&](DeviceAddr at) { longest = std::max(longest, at - row); };
+  for (DeviceAddr page = begin; page < mapped;) {
+    fetch_upto(page + kPage * kFetchAhead);
     const Mapping* m = region->mapping_at(page);
     if (m == nullptr) {
+      end_row(page);
       DeviceAddr next = page + kPage;
       while (next < mapped && region->mapping_at(next) == nullptr) next = next + kPage;
-      add_stretch(page, next, Ground::kEmpty, 0);
-      page = next;
+      add(page, next, Ground::kEmpty, nullptr);
+      row = page = next;
       continue;
     }
-    Handle& handle = *m->handle;
     const DeviceAddr next = std::min(m->end(), end);
-    if (m->is_home() || can_switch(*m, set)) {
-      if (handle.mark == search) {
-        twins_.push_back({handle.mark_place, stretches_.size()});
-      } else {
-        handle.mark = search;
-      }
-      handle.mark_place = static_cast<std::uint32_t>(stretches_.size());
-      const bool idle = m->uses == 0;
-      add_stretch(page, next, m->is_home() ? Ground::kHome : Ground::kSwitch,
-                  idle ? handle.pages : 0);
+    if (m->is_home()) {
+      add(page, next, Ground::kHome, m);
+    } else if (can_switch(*m, set)) {
+      add(page, next, Ground::kSwitch, m);
     } else {
-      add_stretch(page, next, m->last_use.complete() ? Ground::kStale : Ground::kBlocked,
-                  handle.pages);
+      end_row(page);
+      add(page, next, m->last_use.complete() ? Ground::kStale : Ground::kBlocked, m);
+      row = next;
     }
     page = m->end();
   }
-  if (mapped < end) add_stretch(mapped, end, Ground::kEmpty, 0);
+  end_row(mapped);
+  if (mapped < end) add(mapped, end, Ground::kEmpty, nullptr);
+  run.stretch_count = stretches_.size() - run.first_stretch;
+  run.longest_row = longest;
 }
 
-void CandidateSearch::add_stretch(DeviceAddr begin, DeviceAddr end, Ground ground,
-                                  std::uint32_t handle_pages) {
-  const auto is_gap = [](Ground g) { return g == Ground::kEmpty || g == Ground::kStale; };
-  const bool in_gap = !stretches_.empty() && is_gap(stretches_.back().ground);
-  stretches_.push_back({begin, end, ground, handle_pages, total_});
-  if (is_gap(ground)) {
-    const std::uint64_t covered = (end - begin).n / kPage.n;
-    total_.missing += covered;
-    total_.pinned += covered;
-    if (!in_gap) ++total_.gaps;
-  } else {
-    total_.pinned += handle_pages;
+// False when no place in a run without a row that is long enough can be cheaper than one that is known
+// and sure to serve: each costs at least one handle to map, and no block spares more than lies on busy
+// handles, which only the two ends of a run do.
+bool CandidateSearch::can_win(const Run& run) const {
+  const auto held = [](const Block* b) {
+    return b != nullptr && b->state == BlockState::kReady ? b->held : Bytes{};
+  };
+  const Block* last = run.open ? nullptr : run.last;
+  const Bytes spared = held(run.first) + held(last);
+  return price_ * kMapCost - static_cast<double>(spared.n) / kMib <= sure_;
+}
+
+void CandidateSearch::sum_up() {
+  const std::uint64_t search = handles_->next_serial();
+  twins_.clear();
+  Sums sums;
+  bool in_gap = false;
+  for (std::size_t i = 0; i < read_.size(); ++i) {
+    Stretch& s = read_[i];
+    s.before.missing = sums.missing;  // one by one, as in read_run()
+    s.before.pinned = sums.pinned;
+    s.before.gaps = sums.gaps;
+    s.before.stale = sums.stale;
+    s.before.switches = sums.switches;
+    s.before.blocked = sums.blocked;
+    if (s.ground == Ground::kHome || s.ground == Ground::kSwitch) {
+      if (s.handle->mark == search) {
+        twins_.push_back({s.handle->mark_place, i});
+      } else {
+        s.handle->mark = search;
+      }
+      s.handle->mark_place = static_cast<std::uint32_t>(i);
+      if (s.idle) sums.pinned += s.handle->pages;
+      if (s.ground == Ground::kSwitch) ++sums.switches;
+      in_gap = false;
+    } else if (s.ground == Ground::kBlocked) {
+      sums.pinned += s.handle->pages;
+      ++sums.blocked;
+      in_gap = false;
+    } else {
+      const std::uint64_t covered = (s.end - s.begin).n / kPage.n;
+      sums.missing += covered;
+      sums.pinned += covered;
+      if (!in_gap) ++sums.gaps;
+      if (s.ground == Ground::kStale) ++sums.stale;
+      in_gap = true;
+    }
   }
-  if (ground == Ground::kStale) ++total_.stale;
-  if (ground == Ground::kSwitch) ++total_.switches;
-  if (ground == Ground::kBlocked) ++total_.blocked;
+  total_ = sums;
 }
 
 void CandidateSearch::from(const Run& run, DeviceAddr begin) {
@@ -291,9 +363,9 @@ void CandidateSearch::evaluate(const Run& run, DeviceAddr at) {
   if (at < run.begin || at + size_ > run.end) return;
   const DeviceAddr begin = page_down(at), end = page_up(at + size_);
   const auto stretch_at = [&](DeviceAddr page) {
-    const auto above = std::upper_bound(stretches_.begin(), stretches_.end(), page,
+    const auto above = std::upper_bound(read_.begin(), read_.end(), page,
                                         [](DeviceAddr a, const Stretch& s) { return a < s.begin; });
-    return static_cast<std::size_t>(above - stretches_.begin()) - 1;
+    return static_cast<std::size_t>(above - read_.begin()) - 1;
   };
   const std::size_t first = stretch_at(begin), last = stretch_at(end - kPage);
   const bool twice = std::any_of(twins_.begin(), twins_.end(), [&](const Twin& twin) {
@@ -307,11 +379,11 @@ void CandidateSearch::evaluate(const Run& run, DeviceAddr at) {
   const double cost = maps * kMapCost + sums->stale * repoint_cost_ + sums->switches * kSwitchCost;
   const double waste = (static_cast<double>(sums->pinned) * static_cast<double>(kPage.n) -
                         static_cast<double>(size_.n)) /
-                       static_cast<double>(1u << 20);
-  const double little = static_cast<double>(policy_->switch_waste().n) / (1u << 20);
-  if (sums->missing == 0 && waste <= little) is_good_ = true;
-  found_.push_back({waste + price_ * cost, sums->pinned,
-                    run.open ? Bytes{~0ull} : run.end - run.begin, at, run.end, run.first->region});
+                       kMib;
+  const double key = waste + price_ * cost;
+  if (sums->missing == 0) sure_ = std::min(sure_, key);
+  found_.push_back({key, sums->pinned, run.open ? Bytes{~0ull} : run.end - run.begin, at, run.end,
+                    run.first->region});
 }
 
 // Of the pages [begin, end), which lie on the stretches first to last; nothing when a mapping that is
@@ -319,9 +391,9 @@ void CandidateSearch::evaluate(const Run& run, DeviceAddr at) {
 std::optional<CandidateSearch::Sums> CandidateSearch::sums_of(std::size_t first, std::size_t last,
                                                               DeviceAddr begin,
                                                               DeviceAddr end) const {
-  const Stretch& low = stretches_[first];
-  const Stretch& high = stretches_[last];
-  const Sums& upto = last + 1 < stretches_.size() ? stretches_[last + 1].before : total_;
+  const Stretch& low = read_[first];
+  const Stretch& high = read_[last];
+  const Sums& upto = last + 1 < read_.size() ? read_[last + 1].before : total_;
   if (upto.blocked != low.before.blocked) return std::nullopt;
   const auto is_gap = [](const Stretch& s) {
     return s.ground == Ground::kEmpty || s.ground == Ground::kStale;
@@ -330,7 +402,7 @@ std::optional<CandidateSearch::Sums> CandidateSearch::sums_of(std::size_t first,
   std::uint64_t outside = 0;
   if (is_gap(low)) outside += (begin - low.begin).n / kPage.n;
   if (is_gap(high)) outside += (high.end - end).n / kPage.n;
-  const bool low_began_before = is_gap(low) && first > 0 && is_gap(stretches_[first - 1]);
+  const bool low_began_before = is_gap(low) && first > 0 && is_gap(read_[first - 1]);
   Sums sums;
   sums.missing = upto.missing - low.before.missing - outside;
   sums.pinned = upto.pinned - low.before.pinned - outside;

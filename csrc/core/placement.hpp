@@ -42,11 +42,13 @@ struct Candidate {
 // the open end; in each of them both ends, the ends of what is ready and the begins of dormant
 // aliases, each also rounded to pages.
 //
-// A place that needs no driver call and wastes little is as good as a hit: the first such place, in
-// the smallest run that has one, ends the search.
+// A place that needs no handle and wastes little is as good as a hit: it ends the search, and the longer
+// the search, the more it may waste (Policy::switch_waste()).
 //
 // There are hundreds of places and a block can lie on hundreds of pages, so a run is read once, into
-// stretches with running sums, and the price of a place is the difference of two of them.
+// stretches with running sums, and the price of a place is the difference of two of them. Most runs are
+// not worth more than the reading: where a place that needs no driver call is known already, another
+// one must be as cheap.
 class CandidateSearch {
  public:
   // All of them, whatever was found first: the open end is among them, which always serves.
@@ -59,8 +61,12 @@ class CandidateSearch {
  private:
   struct Run {
     Block* first;
+    Block* last;
     DeviceAddr begin, end;
     bool open;
+    // What read_run() has found:
+    Bytes longest_row;  // of pages that need no driver call
+    std::size_t first_stretch, stretch_count;
   };
   enum class Ground : std::uint8_t {
     kEmpty,    // nothing is mapped
@@ -78,18 +84,20 @@ class CandidateSearch {
   };
   struct Stretch {
     DeviceAddr begin, end;
-    Ground ground;
-    std::uint32_t handle_pages;
-    Sums before;
+    Handle* handle = nullptr;  // that the mapping here is of
+    Ground ground = Ground::kEmpty;
+    bool idle = false;  // nothing in use stands on the mapping
+    Sums before;        // from sum_up() on
   };
   struct Twin {  // a handle that stands in the run twice, so that sums count it twice
     std::size_t first, second;
   };
 
   void collect_runs();
+  void read_run(Run& run);
+  bool can_win(const Run& run) const;
   void search_run(const Run& run);
-  void read_run(const Run& run);
-  void add_stretch(DeviceAddr begin, DeviceAddr end, Ground ground, std::uint32_t handle_pages);
+  void sum_up();
   void from(const Run& run, DeviceAddr begin);  // a block that begins here, or at the next page
   void upto(const Run& run, DeviceAddr end);    // that ends here, or at the page before
   void evaluate(const Run& run, DeviceAddr at);
@@ -104,10 +112,11 @@ class CandidateSearch {
   double handle_pages_ = 1;
   double price_ = 0;
   double repoint_cost_ = 0;
-  bool is_good_ = false;  // a place as good as a hit was found
+  double sure_ = 0;  // the least key of a place that needs no handle
   std::vector<Run> runs_;
-  std::vector<Stretch> stretches_;  // of the run that is looked at, by address
-  Sums total_;                      // of all of them
+  std::vector<Stretch> stretches_;  // of the runs read so far, those of a run by address
+  std::span<Stretch> read_;         // of the run that is looked at
+  Sums total_;                      // of all of these
   std::vector<Twin> twins_;
   std::vector<Candidate> found_;
 };

@@ -32,9 +32,7 @@ struct Policy {
   Bytes idle{};             // reserved and not asked for by anybody; known at a miss
   Bytes streak{};  // what the request's heap has grown by since a miss of it last used memory again
 
-  bool tight() const {
-    return static_cast<double>(reserved.n) >= options.tight_from * static_cast<double>(capacity.n);
-  }
+  bool tight() const { return is_beyond(options.tight_from); }
   // What may be reserved beyond the peak of live memory to spare the driver.
   Bytes spare() const {
     const auto share = [&](double s) {
@@ -54,6 +52,12 @@ struct Policy {
   // Growth up to here goes before harvest; beyond it, only when nothing else serves.
   Bytes budget() const { return std::min(capacity, peak_live + spare()); }
 
+  // What may wait to be released, at most. It is reserved meanwhile.
+  Bytes doomed_at_most() const {
+    constexpr std::uint64_t kShare = 512;
+    return std::max(kWholeHandle * 3, Bytes{peak_live.n / kShare});
+  }
+
   double price(HeapKind kind) const {
     const double price = fills_pages(kind) ? options.price_pages * plenty() : options.price;
     return tight() ? std::min(price, options.tight_price) : price;
@@ -69,10 +73,14 @@ struct Policy {
   // that.
   Bytes hit_waste() const {
     if (tight()) return std::min(options.hit_waste, options.tight_hit_waste);
+    // A search costs as much in a large program, and what a hit wastes is less of it.
+    constexpr std::uint64_t kShare = 6144;
+    const Bytes least =
+        std::clamp(Bytes{peak_live.n / kShare}, options.hit_waste, options.hit_waste * 2);
     const Bytes extra = spare();
     const Bytes limit = std::min(capacity, peak_live + extra);  // the budget
     // Where driver calls cost more than memory, so does the search for a place.
-    const Bytes usual = options.hit_waste * (extra > Bytes{} ? 2 : 1);
+    const Bytes usual = least * (extra > Bytes{} ? 2 : 1);
     if (reserved >= limit + kWholeHandle * 2) return usual;
     // The part of a handle that a lone block does not need is nobody's loss.
     const Bytes lone = std::min(limit + kWholeHandle * 2 - reserved, kWholeHandle);
@@ -80,8 +88,14 @@ struct Policy {
     return std::max({usual, lone, std::min(left, extra)});
   }
 
-  // A place that only dormant aliases make ready may waste half of that before others are looked at.
-  Bytes switch_waste() const { return tight() ? Bytes{} : Bytes{hit_waste().n / 2}; }
+  // What a place that needs no handle may waste so that no other is looked at, after `searched` runs: the
+  // longer the search, the less is left to find.
+  Bytes switch_waste(std::uint64_t searched) const {
+    constexpr std::uint64_t kRuns = 5;
+    constexpr double kFull = 0.985;
+    if (is_beyond(kFull)) return Bytes{};
+    return Bytes{hit_waste().n * (kRuns + searched) / (2 * kRuns)};
+  }
 
   // The usual size of a new handle under a block of `block` bytes.
   Bytes handle_size(HeapKind kind, Bytes block) const {
@@ -114,6 +128,10 @@ struct Policy {
   static std::uint32_t pages(Bytes size) { return static_cast<std::uint32_t>(size.n / kPage.n); }
 
  private:
+  bool is_beyond(double share) const {  // of the capacity
+    return static_cast<double>(reserved.n) >= share * static_cast<double>(capacity.n);
+  }
+
   // While much is idle, waste costs little: a driver call is worth up to twice as much of it. From a fifth
   // of the peak of live memory on, in full at three tenths.
   double plenty() const {

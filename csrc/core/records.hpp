@@ -119,25 +119,27 @@ struct alignas(kCacheLine) Mapping {
   DeviceAddr end() const { return begin + size(); }
 };
 
-struct Handle {
-  HandleId driver{};  // none for plain segments, which are freed by address
-  std::uint32_t pages = 0;
-  std::uint32_t alias_count = 0;  // mappings, home included
-  Mapping* home = nullptr;
-  Mapping* aliases = nullptr;     // all mappings, home included
+// What the search of a miss looks at comes first, on one line: it reads hundreds of handles.
+struct alignas(kCacheLine) Handle {
   Stamp last_use;                 // of the memory, at whichever address
   IdleList* idle_list = nullptr;  // where it waits while it is idle
-  Handle* idle_prev = nullptr;
-  Handle* idle_next = nullptr;
-  std::uint64_t idle_since = 0;  // serial number; orders idle lists
+  Mapping* home = nullptr;
   std::uint64_t mark = 0;        // the search or plan that has looked at this handle
   std::uint32_t mark_place = 0;  // where the search saw it first
+  std::uint32_t pages = 0;
   std::uint32_t id = 0;
   bool pinned = false;    // in a private pool or a plain segment: never moved while that lives
   bool kept = false;      // of a released pool, in place for a graph: see keep_in_place()
   bool small = false;     // counts as small in torch's statistics
   bool exported = false;  // the driver has a descriptor for it
-  ContextRef context;     // of what brought it to its home; only with a history
+  Handle* idle_prev = nullptr;
+
+  Handle* idle_next = nullptr;
+  std::uint64_t idle_since = 0;   // serial number; orders idle lists
+  HandleId driver{};              // none for plain segments, which are freed by address
+  Mapping* aliases = nullptr;     // all mappings, home included
+  std::uint32_t alias_count = 0;  // mappings, home included
+  ContextRef context;             // of what brought it to its home; only with a history
 
   Bytes size() const { return kPage * pages; }
   bool busy() const { return home != nullptr && home->uses > 0; }

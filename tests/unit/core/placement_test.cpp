@@ -136,6 +136,8 @@ using UsableTest = PlacementTest;
 
 TEST_F(UsableTest, MemoryOrderedOnTheStreamOrCompleteIsUsable) {
   Handle* h = new_handle(1);
+  EXPECT_FALSE(usable_by(*h, set_));  // on its way from one use to another
+  books_.handles.loose().push(h);
   EXPECT_TRUE(usable_by(*h, set_));
   h->last_use = {&line_, 1};
   EXPECT_TRUE(usable_by(*h, set_));         // its own stream's order
@@ -147,6 +149,7 @@ TEST_F(UsableTest, MemoryOrderedOnTheStreamOrCompleteIsUsable) {
 TEST_F(UsableTest, APrivatePoolTakesOnlyWhatIsComplete) {
   set_.is_private = true;
   Handle* h = new_handle(1);
+  books_.handles.loose().push(h);
   h->last_use = {&line_, 1};
   EXPECT_FALSE(usable_by(*h, set_));
   line_.reached(1);
@@ -157,6 +160,8 @@ TEST_F(UsableTest, MemoryInUseOrPinnedIsNot) {
   Block* block = fill(heap(), 1_MiB, {1});
   EXPECT_FALSE(usable_by(*handle_at(block->begin), set_));
   Handle* pinned = new_handle(1);
+  books_.handles.loose().push(pinned);
+  EXPECT_TRUE(usable_by(*pinned, set_));
   pinned->pinned = true;
   EXPECT_FALSE(usable_by(*pinned, set_));
 }
@@ -317,6 +322,41 @@ TEST_F(SearchTest, EndsAtAPlaceThatNeedsNoDriverCallAndWastesLittle) {
   EXPECT_NE(at(find(h, 6_MiB), large), nullptr);  // unless all are asked for
   policy_.reserved = policy_.capacity;            // tight: every place is weighed
   EXPECT_NE(at(search_.find(h, 6_MiB, policy_, books_.handles, /*most=*/100), large), nullptr);
+}
+
+TEST_F(SearchTest, TheLongerItSearchesTheMoreAPlaceMayWaste) {
+  // Places for 6 MiB in smaller runs of one handle each, all of which waste 2 MiB or more; good would be
+  // 1 MiB after one run, and 2 MiB after six.
+  policy_.reserved = 9_GiB;  // no cushion
+  policy_.peak_live = 8_GiB;
+  Heap& h = heap(HeapKind::kRest);
+  std::vector<DeviceAddr> holes;
+  for (int i = 0; i < 8; ++i) {
+    holes.push_back(ready(h, {4})->begin);
+    fill(h, 2_MiB, {1});
+  }
+  ASSERT_TRUE(h.open_end(6_MiB));
+  const auto found = search_.find(h, 6_MiB, policy_, books_.handles, /*most=*/100);
+  EXPECT_NE(at(found, holes[5]), nullptr);
+  EXPECT_EQ(at(found, holes[6]), nullptr);
+  EXPECT_DOUBLE_EQ(at(found, holes[0])->key, 2);
+}
+
+TEST_F(SearchTest, WhereAReadyPlaceIsKnownOthersMustBeAsCheap) {
+  // A ready place wastes 10 MiB; one handle to map is worth 14.8 MiB, so no void run can win.
+  policy_.reserved = 9_GiB;  // no cushion
+  policy_.peak_live = 8_GiB;
+  Heap& h = heap(HeapKind::kRest);
+  const DeviceAddr empty = ready(h, {4})->begin;
+  fill(h, 2_MiB, {1});
+  ready(h, {8});
+  fill(h, 2_MiB, {1});
+  vacate_and_unmap(empty);
+  ASSERT_TRUE(h.open_end(6_MiB));
+  EXPECT_EQ(at(search_.find(h, 6_MiB, policy_, books_.handles, /*most=*/100), empty), nullptr);
+  EXPECT_NE(at(find(h, 6_MiB), empty), nullptr);  // unless all are asked for
+  options_.price = 10;                            // now it is worth 6.2 MiB
+  EXPECT_NE(at(search_.find(h, 6_MiB, policy_, books_.handles, /*most=*/100), empty), nullptr);
 }
 
 TEST_F(SearchTest, TwoAliasesOfOneHandleServeOnlyOnce) {

@@ -100,6 +100,28 @@ TEST_F(PolicyTest, ADriverCallIsWorthMoreWasteWhileMuchIsIdle) {
   EXPECT_EQ(fresh.price(HeapKind::kPages), 4);
 }
 
+TEST_F(PolicyTest, AHitMayWasteMoreInALargeProgram) {
+  const auto waste = [&](Bytes live) {
+    return Policy{options_, live + 1_GiB, live, 1000_GiB}.hit_waste();
+  };
+  EXPECT_EQ(waste(12_GiB), 2_MiB);
+  EXPECT_EQ(waste(18_GiB), 3_MiB);  // a 6144th
+  EXPECT_EQ(waste(80_GiB), 4_MiB);  // at most twice the setting
+}
+
+TEST_F(PolicyTest, TheLongerASearchTheMoreAReadyPlaceMayWaste) {
+  EXPECT_EQ(roomy().switch_waste(0), 1_MiB);
+  EXPECT_EQ(roomy().switch_waste(5), 2_MiB);
+  EXPECT_EQ(roomy().switch_waste(30), 7_MiB);
+  EXPECT_EQ(tight().switch_waste(0), 512_KiB);
+  EXPECT_EQ((Policy{options_, 99_GiB, 90_GiB, 100_GiB}.switch_waste(30)), 0_B);  // all are weighed
+}
+
+TEST_F(PolicyTest, WhatWaitsToBeReleasedIsLittle) {
+  EXPECT_EQ((Policy{options_, 2_GiB, 1_GiB, 100_GiB}.doomed_at_most()), 24_MiB);
+  EXPECT_EQ((Policy{options_, 60_GiB, 50_GiB, 100_GiB}.doomed_at_most()), 100_MiB);
+}
+
 TEST_F(PolicyTest, AHitMayWasteLessWhenItIsTight) {
   EXPECT_EQ(roomy().hit_waste(), 2_MiB);
   EXPECT_EQ(tight().hit_waste(), 1_MiB);
