@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gathers where a device's memory is, from the three that know a part each.
+"""Gathers where a device's memory is, from the four that know a part each.
 
 The allocator knows what it has reserved, to the byte; the driver how much of the card is free, and
-which addresses of this process have memory behind them; NVML how much each process has taken. What
-none of them explains is a figure of its own. What one of them does not tell is None, with the
-reason.
+which addresses of this process have memory behind them; NCCL how much of that it holds; NVML how
+much each process has taken. What none of them explains is a figure of its own. What one of them
+does not tell is None, with the reason.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gpumemx import _adapter, _nvml, _outside
+from gpumemx import _adapter, _nccl, _nvml, _outside
 from gpumemx._device import no_device
 from gpumemx._nvml import GpuProcess, Unavailable
 
@@ -36,9 +36,9 @@ class MemoryInfo:
     """One device's memory at one moment, in bytes.
 
     ``total = reserved + others + free``, ``reserved = live + pending + cached + held`` and ``others
-    = earlier + context + outside + processes + unexplained``, to the byte; what is unknown (None)
-    is part of `unexplained`. Where the device could not be asked (`device_known` is False) `total`,
-    `others` and `free` are 0.
+    = earlier + context + nccl + outside + processes + unexplained``, to the byte; what is unknown
+    (None) is part of `unexplained`, but an unknown `nccl` of `outside`. Where the device could not
+    be asked (`device_known` is False) `total`, `others` and `free` are 0.
     """
 
     device: int
@@ -89,9 +89,13 @@ class MemoryInfo:
     context: int | None = None
     """Of `others`: this process's CUDA context: loaded kernels, stacks, the driver's own. What NVML
     counts for this process less all that it has allocated."""
+    nccl: int | None = None
+    """Of `others`: what NCCL holds for the communicators of ``torch.distributed``, as it counts
+    itself (2.29.7 or later, with torch 2.12). 0 without a communicator on the device."""
     outside: int | None = None
-    """Of `others`: what code of this process has allocated from the driver itself
-    (``cudaMalloc`` in extensions, buffers of cuBLAS, NCCL and other libraries)."""
+    """Of `others`: what other code of this process has allocated from the driver itself
+    (``cudaMalloc`` in extensions, buffers of cuBLAS and other libraries, communicators that torch
+    does not know), and NCCL's where `nccl` is None."""
     processes: tuple[GpuProcess, ...] | None = None
     """Of `others`: the other processes on the card, the largest first."""
     unexplained: int = 0
@@ -181,7 +185,7 @@ def device_count() -> int:
 def read(index: int) -> MemoryInfo:
     """Read one device's figures."""
     adapter, reason = _adapter.current()
-    # The three are asked one after the other. Where memory came or went meanwhile, once more.
+    # All are asked one after the other. Where memory came or went meanwhile, once more.
     for _ in range(2):
         before = _reserved(adapter, index)
         info = _read_once(adapter, reason, index)
@@ -197,6 +201,7 @@ def _reserved(adapter: _adapter.Adapter | None, index: int) -> int:
 def _read_once(adapter: _adapter.Adapter | None, reason: str, index: int) -> MemoryInfo:
     driver = _outside.Driver.if_started()
     outside = _outside_allocations(driver, adapter)
+    nccl = _nccl.Held() if driver is None else _nccl.held(index, driver)
     users, total, free = _ask_nvml(index)
     known: dict[str, Any] = {"device": index, "allocator": "none", "note": reason}
     if adapter is not None:
@@ -205,7 +210,7 @@ def _read_once(adapter: _adapter.Adapter | None, reason: str, index: int) -> Mem
         known.update(device_known=True, total=total, free=free)
         known["others"] = total - free - known.get("reserved", 0)
     has_context = known.get("reserved", 0) > 0 or (driver is not None and driver.has_context(index))
-    known.update(_of_others(known, index, users, outside, has_context))
+    known.update(_of_others(known, index, users, outside, nccl, has_context))
     if known.get("reserved", 0) == 0 and (known["context"] or 0) > 0:
         known["note"] = (
             f"this process has a CUDA context there ({size_text(known['context'])}) and no tensor"
@@ -316,6 +321,7 @@ def _of_others(
     index: int,
     users: list[GpuProcess] | str,
     outside: _outside.Found,
+    nccl: _nccl.Held,
     has_context: bool,
 ) -> dict[str, Any]:
     """Return the parts of what this allocator did not reserve."""
@@ -339,6 +345,7 @@ def _of_others(
         taken, unknown["outside"] = None, outside.unknown
     elif processes is not None and own is None:
         taken = 0  # what is mapped here was allocated by others, who are in the list
+    held = _of_nccl(nccl, taken, unknown)
     if own is not None:
         spoken_for = known.get("reserved", 0) + known.get("earlier", 0) + (taken or 0)
         if own.bytes is None:
@@ -358,7 +365,9 @@ def _of_others(
         context = 0
     if known.get("workspaces", 0) is None:
         unknown["workspaces"] = "this torch does not tell, or a thread is taking one just now"
-    explained = known.get("earlier", 0) + (context or 0) + (taken or 0)
+    if taken is not None:
+        taken -= held or 0
+    explained = known.get("earlier", 0) + (context or 0) + (held or 0) + (taken or 0)
     explained += sum(process.bytes or 0 for process in processes or ())
     unexplained = known.get("others", 0) - explained if known.get("device_known") else 0
     if unexplained < 0:
@@ -366,7 +375,22 @@ def _of_others(
     return {
         "context": context,
         "processes": processes,
+        "nccl": held,
         "outside": taken,
         "unexplained": unexplained,
         "unknown": unknown,
     }
+
+
+def _of_nccl(nccl: _nccl.Held, taken: int | None, unknown: dict[str, str]) -> int | None:
+    """Return what NCCL holds of `taken`, all that this process has outside of its allocator."""
+    if nccl.unknown:
+        unknown["nccl"] = nccl.unknown
+        return None
+    if taken is not None and nccl.bytes > taken:
+        unknown["nccl"] = (
+            f"NCCL counts {size_text(nccl.bytes)}, but this process has allocated only "
+            f"{size_text(taken)} outside of torch"
+        )
+        return None
+    return nccl.bytes

@@ -304,6 +304,7 @@ def _lines(info: MemoryInfo) -> Iterator[str]:
     yield line("others", info.others, "all that torch did not reserve")
     yield from part("earlier", info.earlier, "torch's own, before gpumemx")
     yield from part("context", info.context, "CUDA's of this process, kernels")
+    yield from part("nccl", info.nccl, "by NCCL's communicators")
     yield from part("outside", info.outside, "by this process, not by torch")
     processes = info.processes
     if processes is None:

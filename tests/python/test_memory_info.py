@@ -24,7 +24,7 @@ START = f"""
 import os, sys
 sys.path.insert(0, {TESTS!r})
 from fake_nvml import FakeCard, NVMLError, put_in_place
-from gpumemx import _nvml, _outside
+from gpumemx import _nccl, _nvml, _outside
 OWN = os.getpid()
 
 def card(i=0, own=None, others=()):
@@ -42,14 +42,17 @@ def outside(ranges=None, **more):
     _outside.Driver.if_started = classmethod(lambda cls: driver)
     _outside.find = lambda driver, skip: driver.found
 
+def nccl(size=0, unknown=""):  # what NCCL says that it holds
+    _nccl.held = lambda index, driver: _nccl.Held(size, unknown)
+
 def take(size, device=0):  # of the device, and not through the allocator
     adapter._sim_take(device, size)
 
 def adds_up(i):
     assert i.total == i.reserved + i.others + i.free, i
     assert i.reserved == i.live + i.pending + i.cached + i.held, i
-    parts = i.earlier + (i.context or 0) + (i.outside or 0) + i.in_processes + i.unexplained
-    assert i.others == parts, i
+    parts = i.earlier + (i.context or 0) + (i.nccl or 0) + (i.outside or 0) + i.in_processes
+    assert i.others == parts + i.unexplained, i
     assert i.held == sum(i.held_by.values()), i
     assert i.waiting == sum(i.waiting_on.values()) <= i.cached, i
     assert i.pending == sum(i.pending_on.values()), i
@@ -107,7 +110,7 @@ class TestParts:
                 return info().to_dict()
             def moved(before, after):
                 return {k: after[k] - before[k] for k in
-                        ("live", "cached", "context", "unexplained", "outside") if
+                        ("live", "cached", "context", "unexplained", "nccl", "outside") if
                         after[k] != before[k]}
             before = now(mine, others, [])
             take(512 * MIB)
@@ -325,6 +328,75 @@ class TestUnknown:
         )
 
 
+class TestNccl:
+    """Case A14 (nvidia-smi still shows memory): what NCCL holds is one of the causes."""
+
+    pytestmark = with_adapter
+
+    START = """
+            a = alloc(100 * MIB)
+            take(900 * MIB)
+            put_in_place(card(0, own=700 * MIB, others=[(4711, 200 * MIB)]), card(1))
+            outside({0: [(1 << 40, 64 * MIB), (1 << 41, 20 * MIB)]})
+    """
+
+    def test_it_is_taken_from_outside(self) -> None:
+        run(
+            self.START
+            + """
+            i = info()
+            assert (i.nccl, i.outside, i.context) == (0, 84 * MIB, 516 * MIB), i
+            assert " nccl " not in gpumemx.memory_summary(0)
+            nccl(60 * MIB)
+            i = info()
+            assert (i.nccl, i.outside, i.context) == (60 * MIB, 24 * MIB, 516 * MIB), i
+            assert i.unexplained == 100 * MIB and i.unknown == {}, i
+            text = gpumemx.memory_summary(0)
+            assert "    nccl           60.00 MiB    0.7 %  by NCCL's communicators" in text, text
+            assert "    outside        24.00 MiB    0.3 %  by this process, not by torch" in text
+            nccl(84 * MIB)
+            assert (info().nccl, info().outside) == (84 * MIB, 0)
+            """
+        )
+
+    def test_what_is_not_known_stays_in_outside(self) -> None:
+        run(
+            self.START
+            + """
+            nccl(unknown="NCCL 2.28.9 does not tell what it holds, 2.29.7 does")
+            i = info()
+            assert (i.nccl, i.outside, i.context) == (None, 84 * MIB, 516 * MIB), i
+            assert i.unknown == {"nccl": "NCCL 2.28.9 does not tell what it holds, 2.29.7 does"}, i
+            text = gpumemx.memory_summary(0)
+            assert "    nccl             unknown" in text, text
+            assert "Unknown: nccl (NCCL 2.28.9 does not tell" in text, text
+            """
+        )
+
+    def test_more_than_there_is_outside_is_not_shown(self) -> None:
+        run(
+            self.START
+            + """
+            nccl(84 * MIB + 1)
+            i = info()
+            assert (i.nccl, i.outside, i.context) == (None, 84 * MIB, 516 * MIB), i
+            assert "allocated only 84.00 MiB outside of torch" in i.unknown["nccl"], i
+            """
+        )
+
+    def test_its_own_count_is_there_where_outside_is_unknown(self) -> None:
+        run(
+            self.START
+            + """
+            outside({0: [(1 << 40, 64 * MIB)]}, unknown="too many addresses")
+            nccl(80 * MIB)
+            i = info()
+            assert (i.nccl, i.outside, i.context) == (80 * MIB, None, None), i
+            assert i.unexplained == 900 * MIB - 200 * MIB - 80 * MIB, i
+            """
+        )
+
+
 class TestMemoryOfOthers:
     """What another process has allocated and this one has mapped is that process's."""
 
@@ -494,8 +566,8 @@ def test_without_a_device_the_list_says_why() -> None:
 
 def test_the_table_leaves_out_what_is_zero() -> None:
     info = gpumemx.MemoryInfo(
-        0, "gpumemx", total=8 * GIB, free=8 * GIB, device_known=True, context=0, outside=0,
-        processes=(),
+        0, "gpumemx", total=8 * GIB, free=8 * GIB, device_known=True, context=0, nccl=0,
+        outside=0, processes=(),
     )  # fmt: skip
     from gpumemx import summary
 
@@ -511,7 +583,8 @@ def test_many_processes_are_counted_together() -> None:
     processes = tuple(gpumemx.GpuProcess(4_000_000 + i, "n" * 60, MIB) for i in range(20))
     info = gpumemx.MemoryInfo(
         0, "gpumemx", total=8 * GIB, free=7 * GIB, others=GIB, device_known=True, context=5 * MIB,
-        processes=processes, unexplained=1 * MIB, outside=998 * MIB, workspaces=0,
+        processes=processes, unexplained=1 * MIB, nccl=0, outside=998 * MIB,
+        workspaces=0,
         unknown={"outside": "a reason of many words " * 12},
     )  # fmt: skip
     from gpumemx import summary
