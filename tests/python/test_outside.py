@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpumemx import _outside
@@ -93,6 +94,10 @@ class FakeDriver(_outside.Driver):
                 return begin, size
         return None
 
+    def next_page(self, page: int, end: int) -> int:
+        pages = range(page, end, PAGE)
+        return next((p for p in pages if self.allocation_at(p) is not None), end)
+
     def device_of(self, address: int) -> int | None:
         return self.allocations[address][1]
 
@@ -159,6 +164,31 @@ def test_an_allocation_that_is_skipped_in_part_does_not_count(tmp_path: Path) ->
     tensors = [(BASE + 411 * MIB, 15 * MIB), (BASE + 412 * MIB, MIB)]
     found = find(driver, [(BASE, 1), *tensors], maps(tmp_path))
     assert found.ranges[0] == [(BASE + 440 * MIB, 20 * MIB), (BASE + 600 * MIB, 6 * MIB)]
+
+
+class Ranges:
+    """libcuda with one allocation."""
+
+    def __init__(self, begin: int, size: int) -> None:
+        self.range = begin, size
+        self.asked: list[int] = []
+
+    def cuMemGetAddressRange_v2(self, begin: Any, size: Any, at: Any) -> int:  # noqa: N802
+        self.asked.append(at.value)
+        if not self.range[0] <= at.value < sum(self.range):
+            return 1
+        begin._obj.value, size._obj.value = self.range
+        return 0
+
+
+def test_the_next_page_with_memory_is_found() -> None:
+    cuda = Ranges(BASE + 40 * MIB + 512, 3 * MIB)
+    driver = _outside.Driver(cuda)
+    assert driver.next_page(BASE, BASE + 100 * MIB) == BASE + 42 * MIB
+    assert cuda.asked == list(range(BASE, BASE + 43 * MIB, PAGE))
+    assert driver.next_page(BASE + 44 * MIB, BASE + 100 * MIB) == BASE + 100 * MIB
+    assert driver.next_page(BASE, BASE + 40 * MIB) == BASE + 40 * MIB
+    assert driver.allocation_at(BASE + 42 * MIB) == (BASE + 40 * MIB + 512, 3 * MIB)
 
 
 def test_a_walk_that_takes_too_long_says_so(
